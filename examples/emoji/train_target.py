@@ -1,0 +1,179 @@
+"""Train the emoji LlamaGen and its text encoder jointly, on codes of the VQ model.
+
+    python examples/emoji/train_target.py --data runs/emoji64.npz --vq runs/vq/vq --out runs/target
+
+Deep and narrow, so that the target costs many layers against the draft head's one, as at real size. Hidden matrices are
+trained with Muon, everything else with AdamW; one caption in ten is replaced by the unconditional prefix.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from common import LossLog, load_checkpoint, save_checkpoint, warmup_cosine
+from diffusers import VQModel
+from emoji_data import EmojiSet, load_emoji
+from emoji_text import PREFIX_LENGTH, build_text_encoder, build_tokenizer, encode_prompts, training_prompt
+from torch import Tensor, nn
+from tqdm import tqdm
+from train_vq import to_pixels
+from transformers import PreTrainedTokenizerFast, T5EncoderModel
+
+from lantern_hf.models.configuration_llamagen import LlamaGenConfig
+from lantern_hf.models.llamagen import LlamaGenForConditionalGeneration
+
+
+def build_target(num_codes: int, layers: int, hidden: int, caption_dim: int) -> LlamaGenForConditionalGeneration:
+    config = LlamaGenConfig(
+        codebook_size=num_codes,
+        grid_size=[16, 16],
+        prefix_length=PREFIX_LENGTH,
+        prefix_rotation="identity",
+        caption_dim=caption_dim,
+        hidden_size=hidden,
+        intermediate_size=hidden * 8 // 3,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 32,
+        attn_implementation="sdpa",
+    )
+    model = LlamaGenForConditionalGeneration(config)
+    for layer in model.model.layers:  # residual branches start small, the deeper the smaller
+        for linear in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            linear.weight.data.mul_((2 * layers) ** -0.5)
+    return model
+
+
+@torch.no_grad()
+def encode_images(vq: VQModel, images: np.ndarray) -> Tensor:
+    """Codes of every picture, `(M, 256)` int64."""
+    codes = []
+    for start in range(0, len(images), 64):
+        latents = vq.quant_conv(vq.encoder(to_pixels(images[start : start + 64])))
+        codes.append(vq.quantize(latents)[2][2].view(len(latents), -1))
+    return torch.cat(codes)
+
+
+class TextToCodes(nn.Module):
+    """Text encoder and target together: what is trained.
+
+    Args:
+        encoder: T5-style encoder.
+        target: LlamaGen transformer.
+        tokenizer: Word tokenizer of the captions.
+    """
+
+    def __init__(self, encoder: T5EncoderModel, target: LlamaGenForConditionalGeneration, tokenizer: PreTrainedTokenizerFast):
+        super().__init__()
+        self.encoder, self.target, self.tokenizer = encoder, target, tokenizer
+
+    def forward(self, prompts: list[str], codes: Tensor, drop: Tensor) -> Tensor:
+        """Return the logits of every code, `(B, 256, K)`; rows of `drop` `(B,)` bool see the unconditional prefix."""
+        features, mask = encode_prompts(self.tokenizer, self.encoder, prompts)
+        target, prefix = self.target, PREFIX_LENGTH
+        prefix_ids = torch.where(drop[:, None], target.unconditional_ids(len(codes)), target.caption_ids(len(codes)))
+        input_ids = torch.cat([prefix_ids, codes[:, :-1]], dim=1)
+        attention_mask = F.pad(mask, (0, codes.shape[1] - 1), value=1)
+        hidden = target.model(
+            input_ids=input_ids, attention_mask=attention_mask, caption_embeds=features, use_cache=False
+        ).last_hidden_state
+        return target.image_logits(hidden[:, prefix - 1 :])
+
+
+def build_optimizers(model: TextToCodes, lr: float) -> list[torch.optim.Optimizer]:
+    """Muon on the hidden matrices of the target, AdamW on the rest."""
+    hidden = [p for name, p in model.target.model.layers.named_parameters() if p.ndim == 2]
+    chosen = {id(p) for p in hidden}
+    rest = [p for p in model.parameters() if id(p) not in chosen]
+    return [
+        torch.optim.Muon(hidden, lr=lr, momentum=0.95, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=0.01),
+    ]
+
+
+@torch.no_grad()
+def validate(model: TextToCodes, captions: list[str], codes: Tensor, bf16: bool) -> dict[str, float]:
+    """Mean NLL in nats a token, entropy in nats, and the mean top-1 probability, on given pictures."""
+    totals = torch.zeros(3)
+    for start in range(0, len(codes), 16):
+        batch = codes[start : start + 16]
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            logits = model(captions[start : start + 16], batch, torch.zeros(len(batch), dtype=torch.bool))
+        logprobs = logits.float().log_softmax(-1)
+        nll = -logprobs.gather(-1, batch[..., None]).sum()
+        totals += torch.stack([nll, -(logprobs.exp() * logprobs).sum(), logprobs.amax(-1).exp().sum()])
+    nll, entropy, top1 = (totals / codes.numel()).tolist()
+    return {"nll": nll, "entropy": entropy, "top1": top1}
+
+
+def train(args: argparse.Namespace) -> None:
+    torch.manual_seed(args.seed)
+    emoji: EmojiSet = load_emoji(args.data, args.styles)
+    vq = VQModel.from_pretrained(args.vq).eval()
+    codes = encode_images(vq, emoji.images)
+    seen, held_out = torch.from_numpy(~emoji.held_out).nonzero().flatten(), torch.from_numpy(emoji.held_out).nonzero().flatten()
+    tokenizer = build_tokenizer([str(c) for c in emoji.captions[~emoji.held_out]], args.styles)
+    encoder = build_text_encoder(len(tokenizer))
+    target = build_target(vq.config.num_vq_embeddings, args.layers, args.hidden, encoder.config.d_model)
+    model = TextToCodes(encoder, target, tokenizer)
+    optimizers = build_optimizers(model, args.lr)
+    step, elapsed, checkpoint_path = 0, 0.0, args.out / "checkpoint.pt"
+    if (state := load_checkpoint(checkpoint_path)) is not None:
+        model.load_state_dict(state["model"])
+        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        step, elapsed = state["step"], state["seconds"]
+    if args.compile:
+        target.model.compile(dynamic=False)
+    log = LossLog(args.out / "log.jsonl", elapsed)
+    bar = tqdm(range(step, args.steps), initial=step, total=args.steps, desc="target", mininterval=10)
+    for step in bar:
+        generator = torch.Generator().manual_seed(args.seed * 1_000_003 + step)  # a resumed run draws the same batches
+        chosen = seen[torch.randint(len(seen), (args.batch_size,), generator=generator)]
+        prompts = [training_prompt(str(emoji.captions[i]), str(emoji.styles[i]), generator) for i in chosen.tolist()]
+        drop = torch.rand(args.batch_size, generator=generator) < 0.1
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = args.lr * warmup_cosine(step, args.steps, 100)
+        with torch.autocast("cpu", torch.bfloat16, enabled=args.bf16):
+            logits = model(prompts, codes[chosen], drop)
+        loss = F.cross_entropy(logits.float().flatten(0, 1), codes[chosen].flatten())
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        if step % 20 == 0:
+            log.write(step=step, loss=loss.item(), grad_norm=norm.item())
+            bar.set_postfix(loss=f"{loss.item():.3f}")
+        last = step + 1 == args.steps
+        if (step + 1) % args.save_every == 0 or last:
+            subset = held_out if last else held_out[:96]
+            log.write(step=step + 1, **validate(model, [str(emoji.captions[i]) for i in subset.tolist()], codes[subset], args.bf16))
+            state = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers], "step": step + 1}
+            save_checkpoint(checkpoint_path, state | {"seconds": log.elapsed})
+    target.save_pretrained(args.out / "transformer")
+    encoder.save_pretrained(args.out / "text_encoder")
+    tokenizer.save_pretrained(args.out / "tokenizer")
+    print(f"{log.elapsed / 60:.1f} min, {sum(p.numel() for p in target.parameters()) / 1e6:.2f}M parameters in the target")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=Path("runs/emoji64.npz"))
+    parser.add_argument("--vq", type=Path, default=Path("runs/vq/vq"))
+    parser.add_argument("--out", type=Path, default=Path("runs/target"))
+    parser.add_argument("--styles", nargs="*", default=["noto", "fluent flat"])
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--hidden", type=int, default=192)
+    parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--save-every", type=int, default=250)
+    parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
+    train(parser.parse_args())
