@@ -1,10 +1,10 @@
-"""Preset trees as data: one word per node, one digit per rank, in node order. Read through `lantern_hf.tree.TREES` only."""
+"""Preset trees as data: one word per node, one digit per rank, in node order. `lantern_hf.tree.TREES` reads them."""
 
 from __future__ import annotations
 
 PRESETS: dict[str, str] = {
-    # The first six are the trees of the published LANTERN and EAGLE code (their names there in brackets), named here after
-    # the number of nodes they really have. "narrow" trees are ours: on a CPU each node costs, so 8 to 12 nodes win.
+    # The first six are the trees of the published LANTERN and EAGLE code (their names there in brackets), named here
+    # after the nodes they really have. The narrow ones are ours: on a CPU each node costs, so 8 to 12 nodes win.
     # [chain]
     "chain_5": "0 00 000 0000 00000",
     # [mc_sim_7b_63]

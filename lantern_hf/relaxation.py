@@ -31,9 +31,15 @@ class Relaxation:
     def __post_init__(self) -> None:
         size = self.neighborhood_size
         if not isinstance(size, int) or isinstance(size, bool) or size < 0:
-            raise ValueError(f"`neighborhood_size` must be a whole number of at least 0, got {size!r}. 0 is strict acceptance; try 10.")
+            raise ValueError(
+                f"`neighborhood_size` must be a whole number of at least 0, got {size!r}. "
+                "0 is strict acceptance; 10 is the usual size."
+            )
         if self.lam is not None and self.delta is not None:
-            raise ValueError(f"`lam` and `delta` are two rules, got lam={self.lam!r} and delta={self.delta!r}. Set one and leave the other None.")
+            raise ValueError(
+                f"`lam` and `delta` are two rules, got lam={self.lam!r} and delta={self.delta!r}. "
+                "Set one and leave the other None."
+            )
         if self.lam is not None and not (_is_finite(self.lam) and self.lam >= 1):
             raise ValueError(
                 f"`lam` must be a finite number of at least 1, got {self.lam!r}. `lam=1` is strict acceptance; "
@@ -51,7 +57,7 @@ class Relaxation:
         return self.neighborhood_size == 0 or (self.lam is None or self.lam == 1) and not self.delta
 
     def check_table(self, table_size: int | None) -> None:
-        """Check that a neighbour table with `table_size` neighbours per entry serves; None means that there is no table.
+        """Check that a neighbour table with `table_size` neighbours per entry serves; None: there is no table.
 
         Raises:
             ValueError: Relaxed without a table, or the table holds fewer neighbours than `neighborhood_size`.
@@ -60,13 +66,13 @@ class Relaxation:
             return
         if table_size is None:
             raise ValueError(
-                f"`neighborhood_size={self.neighborhood_size}` needs a neighbor table, got `neighbors=None`. Build one with "
-                "NeighborTable.from_codebook(codebook, k), or set `neighborhood_size=0` for strict acceptance."
+                f"`neighborhood_size={self.neighborhood_size}` needs a neighbor table, got `neighbors=None`. "
+                "Build one with NeighborTable.from_codebook(codebook, k), or set `neighborhood_size=0` to be strict."
             )
         if self.neighborhood_size > table_size:
             raise ValueError(
-                f"`neighborhood_size={self.neighborhood_size}` but the neighbor table holds {table_size} neighbors per entry. "
-                f"Use at most {table_size}, or build a larger table with NeighborTable.from_codebook(codebook, k={self.neighborhood_size})."
+                f"`neighborhood_size={self.neighborhood_size}` but the neighbor table holds {table_size} per entry. "
+                f"Use at most {table_size}, or build NeighborTable.from_codebook(codebook, k={self.neighborhood_size})."
             )
 
 
@@ -81,7 +87,10 @@ def check_residual(residual: str) -> None:
         ValueError: It is not one of `RESIDUALS`.
     """
     if residual not in RESIDUALS:
-        raise ValueError(f"`residual` must be one of {', '.join(map(repr, RESIDUALS))}, got {residual!r}. Use 'strict' unless you compare with the published code.")
+        raise ValueError(
+            f"`residual` must be one of {', '.join(map(repr, RESIDUALS))}, got {residual!r}. "
+            "Use 'strict' unless you compare with the published code."
+        )
 
 
 def _is_finite(value: object) -> bool:

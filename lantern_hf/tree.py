@@ -5,9 +5,9 @@ A tree is a fixed shape. It knows nothing of tokens, probabilities, models or ca
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,8 +37,8 @@ class DraftTree:
         mask: `(N, N)` bool, True where row i may attend to column j: j is i or an ancestor of i.
         paths: `(L, D + 1)` int64, node ids from the root to each leaf in path order, padded with -1.
         rows: `(N,)` int64, row of `draft_probs` that the node's token was drawn from, -1 for the root. By default the
-            parent. Siblings that share a row were drawn from it without replacement, in rank order; siblings of different
-            rows were drawn independently.
+            parent. Siblings that share a row were drawn from it without replacement, in rank order; siblings of
+            different rows were drawn independently.
         children: `(N, R)` int64, child ids in rank order, padded with -1.
         inner: `(I,)` int64, ids of the nodes that have children.
         levels: D + 1 tensors, the node ids at each depth.
@@ -62,17 +62,17 @@ class DraftTree:
         """Build a tree from the rank paths of its nodes, given in any order.
 
         Args:
-            choices: Rank paths, for example `[(0,), (1,), (0, 0)]`. Ranks of siblings count up from 0 without a gap, and
-                the parent of every path is listed too.
-            rows: Row of `draft_probs` per node in node order, root first (its entry is ignored), each in [0, N). Default:
-                the node's parent.
+            choices: Rank paths, for example `[(0,), (1,), (0, 0)]`. Ranks of siblings count up from 0 without a gap,
+                and the parent of every path is listed too.
+            rows: Row of `draft_probs` per node in node order, root first (its entry is ignored), each in [0, N).
+                Default: the node's parent.
 
         Returns:
             The tree, on the CPU.
 
         Raises:
-            ValueError: The choices are empty, too many, duplicated, not ranks, lack a parent or skip a rank; or `rows` has
-                the wrong length or range. The message names the first offending path.
+            ValueError: The choices are empty, too many, duplicated, not ranks, lack a parent or skip a rank; or `rows`
+                has the wrong length or range. The message names the first offending path.
 
         Example:
             >>> DraftTree.from_choices([(0,), (1,), (0, 0)]).parents.tolist()
@@ -84,12 +84,17 @@ class DraftTree:
         row_ids = parents if rows is None else _checked_rows(rows, len(parents))
         return cls(choices=ordered, _rows=tuple(row_ids), rows=torch.tensor(row_ids), **_index_tables(ordered, parents))
 
+    @classmethod
+    def root_only(cls) -> DraftTree:
+        """Build the tree that drafts nothing: a target pass over it is one step of plain decoding."""
+        return cls(choices=(), _rows=(-1,), rows=torch.tensor([-1]), **_index_tables((), [-1]))
+
     def grafted_on_chain(self, length: int) -> DraftTree:
         """Put this tree at the root of a chain that brings its own distributions, such as a drafted window.
 
-        The chain is rank 0 at the root, so it is tested first, and this tree's children of the root follow with their ranks
-        moved up by one. A chain node is drawn from the row of its own id, independently of everything else; this tree's
-        nodes keep their rows.
+        The chain is rank 0 at the root, so it is tested first, and this tree's children of the root follow with their
+        ranks moved up by one. A chain node is drawn from the row of its own id, independently of everything else;
+        this tree's nodes keep their rows.
 
         Args:
             length: Nodes in the chain, at least 1.
@@ -124,7 +129,7 @@ class DraftTree:
     @property
     def max_children(self) -> int:
         """R, the most children of any node."""
-        return max(self.widths)
+        return max(self.widths, default=0)
 
     @property
     def device(self) -> torch.device:
@@ -140,8 +145,9 @@ class DraftTree:
         """Return the tree with its index tables on `device`; itself when they are there already."""
         if torch.empty(0, device=device).device == self.device:
             return self
-        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return dataclasses.replace(self, **moved, levels=tuple(level.to(device) for level in self.levels))
+        tables: dict[str, Any] = dict(vars(self))
+        moved = {name: value.to(device) for name, value in tables.items() if isinstance(value, Tensor)}
+        return DraftTree(**{**tables, **moved, "levels": tuple(level.to(device) for level in self.levels)})
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, DraftTree):
@@ -174,7 +180,8 @@ def get_tree(tree: str | DraftTree | Iterable[Sequence[int]]) -> DraftTree:
         return DraftTree.from_choices(tree)
     if tree not in TREES:
         raise ValueError(
-            f"`tree` {tree!r} is not a preset. Use one of {', '.join(TREES)}, or pass the choices, for example [[0], [1], [0, 0]]."
+            f"`tree` {tree!r} is not a preset. Use one of {', '.join(TREES)}, "
+            "or pass choices such as [[0], [1], [0, 0]]."
         )
     return TREES[tree]
 
@@ -187,7 +194,10 @@ def _checked_choices(choices: Iterable[Sequence[int]]) -> tuple[Path, ...]:
     if not paths:
         raise ValueError("`choices` is empty; a tree needs at least one node. The smallest tree is [[0]].")
     if len(paths) > MAX_CHOICES:
-        raise ValueError(f"`choices` has {len(paths)} nodes, at most {MAX_CHOICES} are allowed. Drop the deepest or the highest ranks.")
+        raise ValueError(
+            f"`choices` has {len(paths)} nodes, at most {MAX_CHOICES} are allowed; the first too many is "
+            f"{list(paths[MAX_CHOICES])}. Drop the deepest or last-ranked ones."
+        )
     known: set[Path] = set()
     for path in sorted(paths, key=lambda path: (len(path), path)):
         _check_place(path, known)
@@ -197,7 +207,12 @@ def _checked_choices(choices: Iterable[Sequence[int]]) -> tuple[Path, ...]:
 
 def _checked_path(path: Sequence[int]) -> Path:
     """Check that one path is a non-empty sequence of ranks."""
-    if isinstance(path, str) or not isinstance(path, Sequence) or not path or not all(_is_int(r) and r >= 0 for r in path):
+    if (
+        isinstance(path, str)
+        or not isinstance(path, Sequence)
+        or not path
+        or not all(_is_int(r) and r >= 0 for r in path)
+    ):
         raise ValueError(
             f"Path {path!r} in `choices` is not a list of child ranks: whole numbers from 0, at least one. "
             "Write the first child of the root as [0]; the root itself is not listed."
@@ -214,7 +229,8 @@ def _check_place(path: Path, known: set[Path]) -> None:
     before = (*path[:-1], path[-1] - 1)
     if path[-1] > 0 and before not in known:
         raise ValueError(
-            f"Path {list(path)} in `choices` skips a rank: siblings count up from 0 without a gap. Add {list(before)} or lower the rank."
+            f"Path {list(path)} in `choices` skips a rank: siblings count up from 0 without a gap. "
+            f"Add {list(before)} or lower the rank."
         )
 
 
@@ -228,7 +244,7 @@ def _checked_rows(rows: Sequence[int], num_nodes: int) -> list[int]:
     return [-1, *rows[1:]]
 
 
-def _index_tables(choices: tuple[Path, ...], parents: list[int]) -> dict:
+def _index_tables(choices: tuple[Path, ...], parents: list[int]) -> dict[str, Any]:
     """Compute every table that follows from the shape."""
     num_nodes = len(parents)
     depths = [0] + [len(path) for path in choices]
@@ -240,7 +256,7 @@ def _index_tables(choices: tuple[Path, ...], parents: list[int]) -> dict:
     mask = torch.zeros(num_nodes, num_nodes, dtype=torch.bool)
     for node, line in enumerate(ancestors):
         mask[node, line] = True
-    leaves = sorted((n for n in range(1, num_nodes) if not children[n]), key=lambda n: choices[n - 1])
+    leaves = sorted((n for n in range(1, num_nodes) if not children[n]), key=lambda n: choices[n - 1]) or [0]
     levels = [[n for n in range(num_nodes) if depths[n] == depth] for depth in range(max(depths) + 1)]
     return {
         "parents": torch.tensor(parents),
@@ -248,7 +264,7 @@ def _index_tables(choices: tuple[Path, ...], parents: list[int]) -> dict:
         "mask": mask,
         "paths": _padded([ancestors[leaf] for leaf in leaves]),
         "children": _padded(children),
-        "inner": torch.tensor([n for n in range(num_nodes) if children[n]]),
+        "inner": torch.tensor([n for n in range(num_nodes) if children[n]], dtype=torch.long),
         "levels": tuple(torch.tensor(level) for level in levels),
         "widths": tuple(max(len(children[n]) for n in level) for level in levels[:-1]),
     }
@@ -257,7 +273,7 @@ def _index_tables(choices: tuple[Path, ...], parents: list[int]) -> dict:
 def _padded(lists: list[list[int]]) -> Tensor:
     """Stack lists of different lengths into one int64 table, padded with -1."""
     width = max(map(len, lists))
-    return torch.tensor([line + [-1] * (width - len(line)) for line in lists])
+    return torch.tensor([line + [-1] * (width - len(line)) for line in lists], dtype=torch.long)
 
 
 def _is_int(value: object) -> bool:

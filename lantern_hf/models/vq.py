@@ -1,9 +1,10 @@
 """Image tokenizers as `diffusers.VQModel`: published VQ weights mapped by key renaming, and codes to pixels and back.
 
-LlamaGen's VQ (arXiv 2406.06525) and Chameleon's (arXiv 2405.09818; Meta's `vqgan.ckpt`, taming-transformers style) have
-exactly the architecture of `diffusers.VQModel`, so no model is written here: keys are renamed, 1x1 attention convolutions
-become Linear, and LlamaGen's codebook is stored L2-normalised, as it is at lookup. `decode_codes` and `encode_pixels` work
-for any `VQModel` with `lookup_from_codebook=True`. This file knows no target model and no token ids, only codes.
+LlamaGen's VQ (arXiv 2406.06525) and Chameleon's (arXiv 2405.09818; Meta's `vqgan.ckpt`, taming-transformers style)
+have exactly the architecture of `diffusers.VQModel`, so no model is written here: keys are renamed, 1x1 attention
+convolutions become Linear, and LlamaGen's codebook is stored L2-normalised, as it is at lookup. `decode_codes` and
+`encode_pixels` work for any `VQModel` with `lookup_from_codebook=True`. This file knows no target model and no token
+ids, only codes.
 """
 
 import re
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from diffusers import VQModel
+from diffusers.models.autoencoders.vq_model import VQModel
 from torch import Tensor
 
 # Training leftovers in published files: usage counter (LlamaGen), discriminator and perceptual loss (taming).
@@ -41,8 +42,9 @@ def llamagen_vq(state_dict: Mapping[str, Any], config: Mapping[str, Any] | None 
     """Map LlamaGen's VQ weights (`vq_ds16_t2i.pt`, `vq_ds16_c2i.pt`) onto a `VQModel`.
 
     Args:
-        state_dict: Published weights, or the file's dict that holds them under `"model"`. The decoder half alone works: the
-            encoder's weights are then NaN, `has_encoder` is False and `encode_pixels` raises, also after save and load.
+        state_dict: Published weights, or the file's dict that holds them under `"model"`. The decoder half alone works:
+            the encoder's weights are then NaN, `has_encoder` is False and `encode_pixels` raises, also after save and
+            load.
         config: Keyword arguments of `VQModel`; read from the shapes of the weights by default.
 
     Returns:
@@ -59,8 +61,8 @@ def chameleon_vq(state_dict: Mapping[str, Any], config: Mapping[str, Any] | None
     """Map Chameleon's VQ weights (Meta's `vqgan.ckpt`; Anole and Lumina-mGPT use the same) onto a `VQModel`.
 
     Args:
-        state_dict: Published weights, or the file's dict that holds them under `"state_dict"`. The decoder half alone works
-            as in `llamagen_vq`.
+        state_dict: Published weights, or the file's dict that holds them under `"state_dict"`. The decoder half alone
+            works as in `llamagen_vq`.
         config: Keyword arguments of `VQModel`; read from the shapes of the weights by default.
 
     Returns:
@@ -139,7 +141,7 @@ def decode_codes(vq: VQModel, codes: Tensor) -> Tensor:
         ValueError: `codes` is not `(B, h, w)` or out of range, or the model does not look codes up.
     """
     _check_lookup(vq)
-    size = vq.config.num_vq_embeddings
+    size = vq.quantize.n_e
     if codes.dim() != 3 or codes.is_floating_point():
         raise ValueError(f"`codes` must be (B, h, w) integers, got {tuple(codes.shape)} {codes.dtype}.")
     if codes.numel() and (int(codes.min()) < 0 or int(codes.max()) >= size):
@@ -167,8 +169,8 @@ def encode_pixels(vq: VQModel, pixels: Tensor) -> Tensor:
         ValueError: `pixels` has another shape, or the model holds no encoder weights.
     """
     _check_lookup(vq)
-    factor = 2 ** (len(vq.config.block_out_channels) - 1)
-    channels = vq.config.in_channels
+    factor = 2 ** (len(vq.encoder.down_blocks) - 1)
+    channels = vq.encoder.conv_in.in_channels
     if pixels.dim() != 4 or pixels.shape[1] != channels or pixels.shape[2] % factor or pixels.shape[3] % factor:
         raise ValueError(
             f"`pixels` must be (B, {channels}, H, W) with H and W multiples of {factor}, got {tuple(pixels.shape)}."
@@ -185,7 +187,7 @@ def encode_pixels(vq: VQModel, pixels: Tensor) -> Tensor:
 
 def _check_lookup(vq: VQModel) -> None:
     """Refuse a model whose `decode` would take codes for latents."""
-    if not vq.config.lookup_from_codebook:
+    if not vq.config["lookup_from_codebook"]:
         raise ValueError(
             "`vq` must have `lookup_from_codebook=True` in its config, got False. "
             "Build it as VQModel(..., lookup_from_codebook=True)."

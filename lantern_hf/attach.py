@@ -1,0 +1,240 @@
+"""`attach` gives a model's own `generate` the arguments `assistant=` and `lantern_config=`; `detach` takes them away.
+
+The model's class is swapped for a subclass of the same name, so that pipelines, saving and pickling still see what they know.
+Nothing else on the model changes: what a head is attached with lives in one object that `detach` removes.
+"""
+
+from __future__ import annotations
+
+import copyreg
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lantern_hf.cache import RaggedCache, check_cache, new_dynamic_cache
+from lantern_hf.candidates import CandidateTree
+from lantern_hf.config import LanternConfig
+from lantern_hf.draft import LanternDraftModel
+from lantern_hf.neighbors import NeighborTable
+from lantern_hf.resolve import load_head
+from lantern_hf.strategy import lantern_generate
+from lantern_hf.targets import adapter_for
+from lantern_hf.targets.attention import attention_argument, tree_attention
+from lantern_hf.tree import DraftTree
+
+__all__ = ["attach", "check_tree_support", "detach"]
+
+_STATE = "_lantern"
+
+
+@dataclass
+class _Attachment:
+    """Defaults of an attached model, and the heads it has loaded by name."""
+
+    assistant: LanternDraftModel | CandidateTree | str | None = None
+    lantern_config: LanternConfig | Mapping[str, Any] | None = None
+    neighbors: NeighborTable | None = None
+    default_on: bool = False
+    loaded: dict[str, LanternDraftModel] = field(default_factory=dict)
+
+    def head(self, assistant: Any, model: PreTrainedModel) -> Any:
+        """The assistant of a call; one given by name is loaded once."""
+        assistant = self.assistant if assistant is None else assistant
+        if not isinstance(assistant, str):
+            return assistant
+        if assistant not in self.loaded:
+            self.loaded[assistant] = load_head(assistant, model)
+        return self.loaded[assistant]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Attachment:
+        """A copied model loads heads anew, since a head belongs to one target."""
+        return _Attachment(self.assistant, self.lantern_config, self.neighbors, self.default_on)
+
+
+class LanternMixin:
+    """What an attached model's `generate` understands on top of its own arguments."""
+
+    def generate(
+        self,
+        *args: Any,
+        assistant: LanternDraftModel | CandidateTree | str | None = None,
+        lantern_config: LanternConfig | Mapping[str, Any] | None = None,
+        neighbors: NeighborTable | None = None,
+        generator: Any = None,
+        streamer: Any = None,
+        on_round: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Generate with LANTERN++ when `assistant` or `lantern_config` is given or attached by default, else as the model does.
+
+        Args:
+            *args: As the model's own `generate`.
+            assistant: Draft head, its folder or Hub id, or a `CandidateTree`. Default: the attached one.
+            lantern_config: Tree and acceptance rule. Default: the attached one, then the head's.
+            neighbors: Neighbour table. Default: the attached one, then the head's.
+            generator: A `torch.Generator`, or one per row.
+            streamer: As in transformers.
+            on_round: As in `lantern_generate`.
+            **kwargs: As the model's own `generate`.
+
+        Returns:
+            As the model's own `generate`; with `return_dict_in_generate` a `LanternGenerateOutput`.
+
+        Raises:
+            ValueError: As `lantern_generate`, or `custom_generate` is given as well.
+        """
+        state: _Attachment = self.__dict__[_STATE]
+        stock: Any = super()
+        if assistant is None and lantern_config is None and not state.default_on:
+            extra = {"neighbors": neighbors, "generator": generator, "on_round": on_round}
+            if unused := [name for name, value in extra.items() if value is not None]:
+                raise ValueError(
+                    f"{', '.join(f'`{name}`' for name in unused)} belongs to LANTERN decoding, which this call does not ask for. Pass "
+                    "`assistant=` or `lantern_config=`, or attach with default_on=True."
+                )
+            return stock.generate(*args, streamer=streamer, **kwargs)
+        if kwargs.get("custom_generate") is not None:
+            raise ValueError("`custom_generate` and LANTERN decoding exclude each other. Leave one of them out.")
+        head = state.head(assistant, self)  # type: ignore[arg-type]
+        if head is None:
+            raise ValueError(
+                "`lantern_config` was given, but no draft head is attached. Pass `assistant=`, or attach one: "
+                "lantern_hf.attach(model, assistant=head)."
+            )
+        return stock.generate(
+            *args,
+            custom_generate=lantern_generate,
+            assistant=head,
+            lantern_config=state.lantern_config if lantern_config is None else lantern_config,
+            neighbors=state.neighbors if neighbors is None else neighbors,
+            generator=generator,
+            lantern_streamer=streamer,
+            on_round=on_round,
+            **kwargs,
+        )
+
+
+@lru_cache(maxsize=None)
+def _attached_class(cls: type) -> type:
+    """The subclass an attached model gets; same name, so that whoever looks at names sees no difference."""
+    return type(
+        cls.__name__,
+        (LanternMixin, cls),
+        {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, "__reduce_ex__": _reduce},
+    )
+
+
+def _reduce(model: Any, protocol: int) -> tuple[Any, ...]:
+    """Pickle an attached model as its plain class plus the swap, since the dynamic class cannot be found by name."""
+    return _rebuild, (type(model).__mro__[2],), model.__dict__
+
+
+def _rebuild(cls: type) -> Any:
+    """Make an empty attached model; pickle fills in its state."""
+    return copyreg.__newobj__(_attached_class(cls))  # type: ignore[attr-defined]
+
+
+def attach(
+    model: PreTrainedModel,
+    assistant: LanternDraftModel | CandidateTree | str | None = None,
+    lantern_config: LanternConfig | Mapping[str, Any] | None = None,
+    default_on: bool = False,
+    *,
+    neighbors: NeighborTable | None = None,
+) -> PreTrainedModel:
+    """Let `model.generate` decode with LANTERN++.
+
+    Args:
+        model: Any supported transformers model, already on its devices. It is changed in place, and only in its class.
+        assistant: Default draft head, its folder or Hub id; loaded next to the model's last layer.
+        lantern_config: Default settings.
+        default_on: Decode every call with LANTERN++, also those that name neither `assistant` nor `lantern_config`. For
+            pipelines that call `generate` themselves.
+        neighbors: Default neighbour table.
+
+    Returns:
+        The model itself.
+
+    Raises:
+        ValueError: The model cannot score a tree, the head does not fit, `generate` was replaced on the instance, or `default_on`
+            has no head.
+    """
+    if "generate" in model.__dict__:
+        raise ValueError(
+            f"`generate` of this {type(model).__name__} was replaced on the instance by another library, which would hide "
+            "LANTERN decoding. Attach before that library patches the model, or call "
+            "model.generate(custom_generate=lantern_hf.lantern_generate, assistant=head)."
+        )
+    LanternConfig.resolve(lantern_config)
+    if default_on and assistant is None:
+        raise ValueError("`default_on=True` needs `assistant`. Pass a draft head, its folder or its Hub id.")
+    check_tree_support(model)
+    state = _Attachment(assistant, lantern_config, neighbors, default_on)
+    if isinstance(assistant, LanternDraftModel):
+        assistant.bind(model)
+    else:
+        state.head(assistant, model)
+    if not isinstance(model, LanternMixin):
+        model.__class__ = _attached_class(type(model))
+    model.__dict__[_STATE] = state
+    return model
+
+
+def detach(model: PreTrainedModel) -> PreTrainedModel:
+    """Give a model its own `generate` back; a model that is not attached is returned as it is."""
+    if isinstance(model, LanternMixin):
+        model.__class__ = type(model).__mro__[2]
+        model.__dict__.pop(_STATE, None)
+    return model
+
+
+@torch.no_grad()
+def check_tree_support(model: PreTrainedModel, tolerance: float | None = None) -> None:
+    """Compare a tree pass with plain passes on six tokens, since a model that misreads a tree mask says nothing.
+
+    Args:
+        model: The model.
+        tolerance: Largest difference of the last hidden states, relative to their size; by default 1e-3 in float32 and 0.1 in
+            half precision, where kernels of different shapes round differently.
+
+    Raises:
+        ValueError: No family serves the model, or its tree pass differs.
+    """
+    adapter = adapter_for(model)
+    device = model.get_input_embeddings().weight.device
+    device = torch.device("cpu") if device.type == "meta" else device
+    top = min(adapter.vocab_size, getattr(model.config, "codebook_size", adapter.vocab_size))
+    tokens = (torch.arange(6, device=device) * 5 + 3)[None] % top
+    prefix, root, siblings = tokens[:, :3], tokens[:, 3:4], tokens[:, 4:]
+    with tree_attention(model) as attention:
+        tree = _probe(adapter, prefix, torch.cat([root, siblings], 1), DraftTree.from_choices([(0,), (1,)]), attention)
+        chain = DraftTree.from_choices([(0,)])
+        plain = [_probe(adapter, prefix, torch.cat([root, siblings[:, i : i + 1]], 1), chain, attention) for i in range(2)]
+    expected = torch.stack([plain[0][:, 1], plain[1][:, 1]], dim=1)
+    difference = ((tree[:, 1:] - expected).abs().max() / expected.abs().max().clamp_min(1e-6)).item()
+    if tolerance is None:
+        tolerance = 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.1
+    if not difference <= tolerance:
+        raise ValueError(
+            f"{type(model).__name__} does not score a tree as it scores sequences: hidden states differ by {difference:.2g} of their "
+            f"size, allowed is {tolerance:.2g}. Its attention ({attention}) ignores the tree mask or the positions; try "
+            "model.set_attn_implementation('sdpa')."
+        )
+
+
+def _probe(adapter: Any, prefix: Tensor, nodes: Tensor, tree: DraftTree, attention: str) -> Tensor:
+    """Hidden states of a small tree behind a prefix, `(1, N, H)` float32."""
+    cache = new_dynamic_cache(adapter.text_config)
+    positions = torch.arange(prefix.shape[1], device=prefix.device)[None]
+    adapter.tree_pass(prefix, positions, None, cache)
+    check_cache(cache)
+    ragged = RaggedCache(cache, 1, prefix.device, width=prefix.shape[1])
+    tree = tree.to(prefix.device)
+    mask = attention_argument(ragged.tree_mask(tree.mask), attention, adapter.model.dtype)
+    hidden, _ = adapter.tree_pass(nodes, prefix.shape[1] + tree.depths[None], mask, cache)
+    return hidden.float()

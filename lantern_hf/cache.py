@@ -1,0 +1,208 @@
+"""Keys and values of rows that grow at different speeds: keep an accepted path, drop the rest of the tree.
+
+The only file that knows how transformers stores keys and values, and under which keyword a forward takes them. It knows no
+model, tree or token. Every layer of a cache is written at one common offset by `Cache.update`; `RaggedCache` then moves
+what each row keeps down to the row's own length, so that rows need no holes and positions are never rotated again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache, StaticLayer
+
+CACHE_KEYWORD = "cache"
+"""Keyword of model forwards and of `generate` that takes the cache (`past_key_values` before transformers 5.24)."""
+
+
+def check_cache(cache: Cache) -> None:
+    """Refuse a cache that cannot keep a path.
+
+    Args:
+        cache: The cache a user passed, or one that `generate` made.
+
+    Raises:
+        ValueError: A layer slides, is quantised, linear or otherwise not a plain dynamic or static layer.
+    """
+    for index, layer in enumerate(cache.layers):
+        if type(layer) not in (DynamicLayer, StaticLayer):
+            raise ValueError(
+                f"Layer {index} of the cache is a {type(layer).__name__}, but tree decoding keeps an arbitrary path of cached "
+                "positions, which only DynamicLayer and StaticLayer allow. Pass a DynamicCache or a StaticCache, or decode "
+                "without `assistant`."
+            )
+
+
+class RaggedCache:
+    """A transformers cache whose rows have lengths of their own.
+
+    Args:
+        cache: The cache, holding `width` slots of every row.
+        rows: Number of rows R.
+        device: Where masks are made.
+        width: Slots written so far.
+        padding: `(R, P)` bool, True where one of the first P slots holds or will hold padding; None when none does.
+
+    Attributes:
+        lengths: `(R,)` int64, slots in use per row, padding included.
+        width: The longest row. The next pass writes from there.
+    """
+
+    def __init__(self, cache: Cache, rows: int, device: torch.device, width: int = 0, padding: Tensor | None = None):
+        self.cache = cache
+        self.width = width
+        self.lengths = torch.full((rows,), width, device=device)
+        self._padding = None if padding is None or not bool(padding.any()) else padding.to(device)
+        self._host_lengths = [width] * rows
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether every row holds the same slots, none of them padding."""
+        return self._padding is None and len(set(self._host_lengths)) == 1
+
+    @property
+    def total(self) -> int | None:
+        """Fixed number of slots of a static cache, None for a dynamic one."""
+        first = self.cache.layers[0]
+        return first.max_cache_len if isinstance(first, StaticLayer) else None
+
+    def tree_mask(self, new_mask: Tensor) -> Tensor | None:
+        """Say which slots new nodes may attend to: what their row has kept, and what came after it as `new_mask` allows.
+
+        Args:
+            new_mask: Bool, `(N, M)` for all rows or `(R, N, M)`: which of the M slots after the kept ones each of the N new
+                nodes attends to. M is N, or more when nodes of the same tree were written before.
+
+        Returns:
+            `(R or 1, 1, N, total)` bool; None when a single new node may see everything there is.
+        """
+        new = new_mask.shape[-2]
+        if new_mask.shape[-1] == 1 and self.is_uniform and self.total is None:
+            return None
+        rows = 1 if self.is_uniform and new_mask.ndim == 2 else len(self._host_lengths)
+        old = self._valid_slots()[:rows, None].expand(-1, new, -1)
+        mask = torch.cat([old, new_mask.expand(rows, -1, -1)], dim=-1)
+        if self.total is not None:
+            mask = torch.nn.functional.pad(mask, (0, self.total - mask.shape[-1]))
+        return mask[:, None]
+
+    def _valid_slots(self) -> Tensor:
+        """`(R, width)` bool, True for the slots a row has kept."""
+        valid = torch.arange(self.width, device=self.lengths.device) < self.lengths[:, None]
+        if self._padding is not None:
+            padding = self._padding[:, : self.width]
+            valid[:, : padding.shape[1]] &= ~padding
+        return valid
+
+    def keep(self, nodes: Tensor, counts: list[int]) -> None:
+        """Keep the first nodes of a path in each row and drop everything else the last pass wrote.
+
+        Args:
+            nodes: `(R, A)` int64, index of each kept node among the new ones, anything past the row's count; a row with
+                a single element in `nodes` for all rows may be given as `(1, A)`.
+            counts: Nodes kept per row, each at most A. Known on the host, so that nothing here waits for the device.
+        """
+        longest, old_width = max(counts), self.width
+        uniform = len(set(counts)) == 1 and len(set(self._host_lengths)) == 1 and nodes.shape[0] == 1
+        destination = None if uniform else self.lengths[:, None] + torch.arange(longest, device=self.lengths.device)
+        self._host_lengths = [old + new for old, new in zip(self._host_lengths, counts, strict=True)]
+        self.lengths = self.lengths + torch.tensor(counts, device=self.lengths.device)
+        self.width = max(self._host_lengths)
+        source = nodes[:, :longest].clamp_min(0) + old_width
+        for layer in self.cache.layers:
+            _move_path(layer, source, destination, old_width, longest)
+            _set_length(layer, self.width)
+
+    def drop_new(self) -> None:
+        """Drop everything written since the last `keep`."""
+        for layer in self.cache.layers:
+            _set_length(layer, self.width)
+
+
+def _move_path(layer: Any, source: Tensor, destination: Tensor | None, offset: int, count: int) -> None:
+    """Copy the slots `source` to `destination`, or to `offset ..` in every row alike."""
+    if not count:
+        return
+    for name in ("keys", "values"):
+        states = getattr(layer, name)  # (R, heads, slots, head_dim)
+        index = source.to(states.device)
+        if destination is None:
+            # Gathered before it is written, since a path may move onto slots it is read from.
+            states[:, :, offset : offset + count] = states.index_select(2, index[0])
+            continue
+        shape = (-1, states.shape[1], -1, states.shape[3])
+        kept = states.gather(2, index[:, None, :, None].expand(states.shape[0], *shape[1:]))
+        states.scatter_(2, destination.to(states.device)[:, None, :, None].expand(shape), kept)
+
+
+def _set_length(layer: Any, length: int) -> None:
+    """Forget every slot from `length` on."""
+    if isinstance(layer, StaticLayer):
+        layer.cumulative_length.fill_(length)
+    else:
+        layer.keys, layer.values = layer.keys[:, :, :length], layer.values[:, :, :length]
+
+
+def decoding_cache(given: Cache | None, config: Any, *, slots: int, guided: bool) -> tuple[Cache, bool]:
+    """Choose the cache of a generation.
+
+    Args:
+        given: The cache a user passed or `generate` made, None for the default.
+        config: Text configuration of the model.
+        slots: Slots that the longest row may come to need, the last tree included.
+        guided: Whether an unconditional stream doubles the rows.
+
+    Returns:
+        The cache, empty, and whether the prompt can be read straight into it.
+
+    Raises:
+        ValueError: The user's cache holds tokens, is too small, has the wrong rows or cannot keep a path.
+    """
+    if given is None:
+        return DynamicCache(config=config), not guided
+    check_cache(given)
+    own = getattr(given, "_is_user_defined", False)
+    if own and int(given.get_seq_length()):
+        raise ValueError(
+            f"`{CACHE_KEYWORD}` holds {int(given.get_seq_length())} tokens. Drafting needs the target's states of the whole prompt, "
+            "which a cache does not hold; pass an empty cache, or none, and the whole prompt."
+        )
+    if own and guided:
+        raise ValueError(
+            f"`{CACHE_KEYWORD}` cannot be passed together with guidance, whose two streams need a cache of twice the rows. Leave it "
+            "out, or set `cache_implementation='static'` for a static one."
+        )
+    if not isinstance(given.layers[0] if given.layers else None, StaticLayer):
+        return (given, True) if own else (DynamicCache(config=config), not guided)
+    if own and given.layers[0].max_cache_len < slots:
+        raise ValueError(
+            f"The StaticCache has {given.layers[0].max_cache_len} slots, but prompt, new tokens and one tree need {slots}. Make it "
+            f"with max_cache_len={slots}, or set `cache_implementation='static'` instead."
+        )
+    return (given if own else StaticCache(config=config, max_cache_len=slots)), False
+
+
+def merge_streams(streams: list[Cache], widths: list[int], into: Cache) -> None:
+    """Stack the prefilled caches of several streams into an empty one, shorter ones padded on the left.
+
+    Args:
+        streams: One dynamic cache per stream, prefilled with `widths` slots.
+        widths: Slots in each.
+        into: Takes the rows of all streams, in order, `max(widths)` slots each.
+    """
+    for index, layers in enumerate(zip(*(stream.layers for stream in streams), strict=True)):
+        keys = torch.cat([_pad_left(layer.keys, max(widths)) for layer in layers])
+        values = torch.cat([_pad_left(layer.values, max(widths)) for layer in layers])
+        into.update(keys, values, index)
+
+
+def _pad_left(states: Tensor, width: int) -> Tensor:
+    """Pad `(R, heads, slots, head_dim)` with empty slots in front."""
+    return torch.nn.functional.pad(states, (0, 0, width - states.shape[2], 0))
+
+
+def new_dynamic_cache(config: Any) -> DynamicCache:
+    """Make an empty dynamic cache for a model of this text configuration."""
+    return DynamicCache(config=config)

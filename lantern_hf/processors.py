@@ -1,0 +1,243 @@
+"""Scores of tree nodes: guidance, the user's logits processors with each node's own prefix, and the relaxed processor.
+
+Knows tensors and transformers' processors; no model, tree or cache. Scores live on *columns*: the ids a target may emit at a
+position, the codebook's codes first and in order. `columns` maps them to token ids, None stands for the identity.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.generation import logits_process as hf
+from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
+
+from lantern_hf._neighborhood import neighborhood
+from lantern_hf.neighbors import NeighborTable
+from lantern_hf.relaxation import Relaxation
+from lantern_hf.sequences import Sequences
+
+# These look at nothing but the scores, so they run on any set of columns and on all nodes at once.
+PREFIX_FREE = (
+    hf.TemperatureLogitsWarper,
+    hf.TopKLogitsWarper,
+    hf.TopPLogitsWarper,
+    hf.TopHLogitsWarper,
+    hf.MinPLogitsWarper,
+    hf.TypicalLogitsWarper,
+    hf.EpsilonLogitsWarper,
+    hf.EtaLogitsWarper,
+    hf.LogitNormalization,
+    hf.InfNanRemoveLogitsProcessor,
+)
+# These run the model or keep state from call to call, which asking about siblings would corrupt.
+_STATEFUL = (
+    hf.ClassifierFreeGuidanceLogitsProcessor,
+    hf.DiaClassifierFreeGuidanceLogitsProcessor,
+    hf.SynthIDTextWatermarkLogitsProcessor,
+    hf.WhisperTimeStampLogitsProcessor,
+)
+
+
+class Guidance(NamedTuple):
+    """What classifier-free guidance needs.
+
+    Attributes:
+        scale: Guidance scale, never 1.
+        input_ids: Unconditional prompt `(B, S_u)` int64, or None when the user gave none.
+        attention_mask: Its mask `(B, S_u)`, or None.
+    """
+
+    scale: float
+    input_ids: Tensor | None
+    attention_mask: Tensor | None
+
+
+def take_guidance(processors: LogitsProcessorList) -> tuple[Guidance | None, LogitsProcessorList]:
+    """Take transformers' guidance processor out of a prepared list.
+
+    It runs the model itself, one token a call, and keeps a cache of its own, which a tree would corrupt silently; only its
+    scale and prompt are used.
+
+    Args:
+        processors: The list `generate` prepared.
+
+    Returns:
+        The guidance, or None when there is none, and the other processors.
+
+    Raises:
+        ValueError: A processor that cannot be asked about siblings.
+    """
+    unbatched = [p for p in processors if isinstance(p, hf.UnbatchedClassifierFreeGuidanceLogitsProcessor)]
+    rest = LogitsProcessorList(p for p in processors if p not in unbatched)
+    for processor in rest:
+        if isinstance(processor, _STATEFUL):
+            raise ValueError(
+                f"{type(processor).__name__} keeps state between calls, so it cannot score the siblings of a tree. Remove it, or "
+                "decode without `assistant`. For guidance pass `guidance_scale=` to generate."
+            )
+    if not unbatched or unbatched[0].guidance_scale == 1:
+        return None, rest
+    context = unbatched[0].unconditional_context
+    return Guidance(unbatched[0].guidance_scale, context["input_ids"], context["attention_mask"]), rest
+
+
+def guide(logits: Tensor, scale: float | None) -> Tensor:
+    """Apply classifier-free guidance in the form transformers uses, so that scores are the same numbers.
+
+    Args:
+        logits: `(2B, ..., C)` with the conditional rows first, or `(B, ..., C)` without guidance.
+        scale: Guidance scale, or None.
+
+    Returns:
+        `(B, ..., C)` float32: the logits, or `u + scale * (c - u)` on log-probabilities (arXiv 2207.12598).
+    """
+    if scale is None:
+        return logits.float()
+    conditional, unconditional = logits.float().log_softmax(-1).chunk(2)
+    return scale * (conditional - unconditional) + unconditional
+
+
+class NodeProcessors:
+    """Runs the user's processors on the scores of tree nodes.
+
+    Args:
+        processors: Prepared processors, guidance taken out.
+        vocab_size: Tokens in the target's vocabulary.
+        columns: Token id of each column, `(C,)` int64, or None for the identity.
+    """
+
+    def __init__(self, processors: LogitsProcessorList, vocab_size: int, columns: Tensor | None):
+        self._processors, self._vocab_size, self._columns = processors, vocab_size, columns
+        self.prefix_free = all(type(processor) in PREFIX_FREE for processor in processors)
+
+    def __call__(self, sequences: Sequences, suffix: Tensor, logits: Tensor) -> Tensor:
+        """Score one node of every row.
+
+        Args:
+            sequences: Committed tokens.
+            suffix: Tokens on the way from the last committed token to the node, `(B, T)` token ids.
+            logits: Guided logits at the node, `(B, C)` float32.
+
+        Returns:
+            Processed scores, `(B, C)` float32.
+        """
+        if not self._processors:
+            return logits
+        if self.prefix_free:
+            return self._processors(suffix, logits)  # type: ignore[arg-type]
+        scores = self.expand(logits).to(sequences.device)
+        processed = torch.empty_like(scores)
+        for rows, ids in sequences.by_length(suffix.to(sequences.device)):
+            # Processors may write in place, and every row of a batch is only read for its own length.
+            processed[rows] = self._processors(ids, scores.clone())[rows]  # type: ignore[arg-type]
+        return self._collect(processed, logits.shape[-1]).to(logits.device)
+
+    def _collect(self, scores: Tensor, count: int) -> Tensor:
+        """Take the scores of the columns, `(B, C)`, back out of the vocabulary's."""
+        return scores[:, :count] if self._columns is None else scores[:, self._columns.to(scores.device)]
+
+    def nodes(self, sequences: Sequences, suffixes: list[Tensor], logits: Tensor) -> Tensor:
+        """Score several nodes of every row.
+
+        Args:
+            sequences: Committed tokens.
+            suffixes: For each of M nodes the tokens on the way to it, `(B, T)` token ids.
+            logits: Guided logits, `(B, M, C)` float32.
+
+        Returns:
+            Processed scores, `(B, M, C)` float32.
+        """
+        if not self._processors:
+            return logits
+        if self.prefix_free:
+            flat = logits.flatten(0, 1)
+            return self._processors(flat.new_zeros(len(flat), 1, dtype=torch.long), flat).view_as(logits)  # type: ignore[arg-type]
+        return torch.stack([self(sequences, suffix, logits[:, i]) for i, suffix in enumerate(suffixes)], dim=1)
+
+    def expand(self, scores: Tensor) -> Tensor:
+        """Spread scores of columns `(B, C)` over the vocabulary `(B, V)`; ids that are no column hold the dtype's minimum."""
+        if self._columns is None and scores.shape[-1] == self._vocab_size:
+            return scores
+        full = scores.new_full((scores.shape[0], self._vocab_size), torch.finfo(scores.dtype).min)
+        if self._columns is None:
+            full[:, : scores.shape[-1]] = scores
+        else:
+            full[:, self._columns.to(full.device)] = scores
+        return full
+
+
+class ImageTokensLogitsProcessor(LogitsProcessor):
+    """Allows only image tokens, for plain decoding of models that mix text and images in one vocabulary.
+
+    Args:
+        image_token_ids: Ids of the image tokens, `(K,)` int64.
+    """
+
+    def __init__(self, image_token_ids: Tensor):
+        self.image_token_ids = image_token_ids
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Return `(B, V)` scores with everything but image tokens at minus infinity."""
+        ids = self.image_token_ids.to(scores.device)
+        return torch.full_like(scores, -torch.inf).index_copy(-1, ids, scores[:, ids])
+
+
+class RelaxedAcceptanceLogitsProcessor(LogitsProcessor):
+    """Moves the probability of a candidate's latent neighbours onto the candidate (LANTERN++, arXiv 2502.06352).
+
+    Half of a pair with `LanternCandidateGenerator`: it takes rows whose last token is a candidate, with the target's scores
+    at the candidate's *parent*. Accepting a candidate x with `min(1, p'(x) / q(x))` under the returned p' is the relaxed rule.
+
+    Args:
+        neighbors: Table over the codebook.
+        neighborhood_size: Entries walked.
+        lam: Relative cap, at least 1.
+        delta: Absolute cap in [0, 1]; not with `lam`.
+        image_token_ids: Token id of each code, `(K,)` int64; None when codes are token ids.
+
+    Raises:
+        ValueError: A knob is out of range, or the table holds fewer neighbours.
+    """
+
+    def __init__(
+        self,
+        neighbors: NeighborTable,
+        neighborhood_size: int = 10,
+        lam: float | None = None,
+        delta: float | None = None,
+        image_token_ids: Tensor | None = None,
+    ):
+        self.relaxation = Relaxation(neighborhood_size, lam, delta)
+        self.relaxation.check_table(neighbors.indices.shape[1])
+        self.neighbors, self.image_token_ids = neighbors, image_token_ids
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Return `(rows, V)` log-probabilities in which each row's last token has its neighbourhood's mass.
+
+        Args:
+            input_ids: Sequences ending in a candidate, `(rows, length)` int64.
+            scores: The target's processed scores at the candidate's parent, `(rows, V)`.
+        """
+        probs = scores.float().softmax(-1)
+        tokens = input_ids[:, -1]
+        ids = self.image_token_ids
+        if ids is None:
+            return self._move(probs, tokens).log().to(scores.dtype)
+        ids = ids.to(scores.device)
+        matches = tokens[:, None] == ids
+        codes = torch.where(matches.any(1), matches.long().argmax(1), len(ids))  # past the codebook: strict
+        moved = self._move(probs[:, ids], codes)
+        return probs.index_copy(-1, ids, moved).log().to(scores.dtype)
+
+    def _move(self, probs: Tensor, codes: Tensor) -> Tensor:
+        """Move the mass within `(rows, K)` probabilities."""
+        neighbors = self.neighbors.to(probs.device)
+        inside = codes < probs.shape[-1]
+        x = codes.clamp_max(probs.shape[-1] - 1)[:, None]
+        own = probs.gather(-1, x)
+        near = neighborhood(probs, codes, own.squeeze(-1), neighbors, self.relaxation)
+        moved = probs.scatter(-1, torch.where(near.kept, near.ids, x), 0) if near.kept.shape[-1] else probs
+        moved = moved.scatter(-1, x, own + near.mass[:, None])
+        return torch.where(inside[:, None], moved, probs)

@@ -1,0 +1,44 @@
+"""LlamaGen: codes are token ids, positions are columns, the prefix is text features or a class."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lantern_hf.targets.base import TargetAdapter
+
+
+class LlamaGenAdapter(TargetAdapter):
+    """Serves `LlamaGenForConditionalGeneration`. The codebook lives in the VQ model, not here."""
+
+    family = "llamagen"
+    has_codebook = True
+
+    def __init__(self, model: PreTrainedModel, input_ids: Tensor | None = None):
+        super().__init__(model, input_ids)
+        self.num_codes = model.config.codebook_size
+
+    @classmethod
+    def matches(cls, model: PreTrainedModel) -> bool:
+        """Whether the model is LlamaGen."""
+        return model.config.model_type == "llamagen"
+
+    def unconditional(self, input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The learned unconditional prefix under the caption's own mask, as published."""
+        return self.model.unconditional_ids(len(input_ids)).to(input_ids.device), attention_mask
+
+    def _prompt_embeds(self, inputs: dict[str, Any], positions: Tensor) -> Tensor:
+        embeds = inputs.get("inputs_embeds")
+        if embeds is not None:
+            return embeds
+        return self.model.model.embed(inputs["input_ids"], positions, inputs.get("caption_embeds"))
+
+    def embed(self, token_ids: Tensor, position_ids: Tensor) -> Tensor:
+        """Embed codes; the prefix enters with the prompt only."""
+        return self.model.model.embed_tokens(token_ids)
+
+    def logits(self, hidden_states: Tensor) -> Tensor:
+        """Logits of the codes, `(..., K)`."""
+        return self.model.image_logits(hidden_states)
