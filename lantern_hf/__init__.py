@@ -1,25 +1,34 @@
-"""LANTERN++ for Hugging Face: visual autoregressive models in transformers, decoded several tokens a pass."""
+"""LANTERN++ for Hugging Face: visual autoregressive models in transformers, decoded several tokens a pass.
+
+Everything below is imported when it is first asked for, so that `import lantern_hf` and `lantern-hf --help` take no
+time. transformers' Auto classes know `lantern_draft` and `llamagen` from that moment on: before
+`AutoModel.from_pretrained`, ask for the class (`from lantern_hf import LanternDraftModel`), or load with
+`LanternDraftModel.from_pretrained` itself.
+"""
 
 from __future__ import annotations
 
+import sys
+from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from lantern_hf._version import __version__
-from lantern_hf.attach import attach, check_tree_support, detach
-from lantern_hf.candidates import CandidateTree, LanternCandidateGenerator
-from lantern_hf.config import LanternConfig
-from lantern_hf.draft import LanternDraftConfig, LanternDraftModel
-from lantern_hf.models.configuration_llamagen import LlamaGenConfig
-from lantern_hf.models.llamagen import LlamaGenForConditionalGeneration
-from lantern_hf.neighbors import NeighborTable
-from lantern_hf.outputs import LanternGenerateOutput
-from lantern_hf.processors import ImageTokensLogitsProcessor, RelaxedAcceptanceLogitsProcessor
-from lantern_hf.stats import DecodingStats
-from lantern_hf.strategy import lantern_generate
-from lantern_hf.tree import TREES, DraftTree
 
 if TYPE_CHECKING:
-    from lantern_hf.pipeline import LanternPipeline
+    from lantern_hf.attach import attach, check_tree_support, detach
+    from lantern_hf.candidates import CandidateTree, LanternCandidateGenerator
+    from lantern_hf.config import LanternConfig
+    from lantern_hf.draft import LanternDraftConfig, LanternDraftModel
+    from lantern_hf.models.configuration_llamagen import LlamaGenConfig
+    from lantern_hf.models.llamagen import LlamaGenForConditionalGeneration
+    from lantern_hf.neighbors import NeighborTable
+    from lantern_hf.outputs import LanternGenerateOutput
+    from lantern_hf.pipeline import LanternPipeline, LanternPipelineOutput, embedded_pipeline
+    from lantern_hf.processors import ImageTokensLogitsProcessor, RelaxedAcceptanceLogitsProcessor
+    from lantern_hf.stats import DecodingStats
+    from lantern_hf.strategy import lantern_generate
+    from lantern_hf.tree import TREES, DraftTree
 
 __all__ = [
     "TREES",
@@ -33,6 +42,7 @@ __all__ = [
     "LanternDraftModel",
     "LanternGenerateOutput",
     "LanternPipeline",
+    "LanternPipelineOutput",
     "LlamaGenConfig",
     "LlamaGenForConditionalGeneration",
     "NeighborTable",
@@ -41,14 +51,53 @@ __all__ = [
     "attach",
     "check_tree_support",
     "detach",
+    "embedded_pipeline",
     "lantern_generate",
 ]
 
+_MODULES = {
+    "attach": "attach check_tree_support detach",
+    "candidates": "CandidateTree LanternCandidateGenerator",
+    "config": "LanternConfig",
+    "draft": "LanternDraftConfig LanternDraftModel",
+    "models.configuration_llamagen": "LlamaGenConfig",
+    "models.llamagen": "LlamaGenForConditionalGeneration",
+    "neighbors": "NeighborTable",
+    "outputs": "LanternGenerateOutput",
+    "pipeline": "LanternPipeline LanternPipelineOutput embedded_pipeline",
+    "processors": "ImageTokensLogitsProcessor RelaxedAcceptanceLogitsProcessor",
+    "stats": "DecodingStats",
+    "strategy": "lantern_generate",
+    "tree": "TREES DraftTree",
+}
+_HOME = {name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names.split()}
+
+
+class _LazyPackage(ModuleType):
+    """The package itself, whose exported names win over submodules of the same name.
+
+    Python sets every imported submodule on its package, so that importing `lantern_hf.attach` would put the module in
+    the place of the function.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, ModuleType) and name in _HOME:
+            value = getattr(value, name)
+        super().__setattr__(name, value)
+
 
 def __getattr__(name: str) -> Any:
-    """Import what needs diffusers only when it is asked for."""
-    if name == "LanternPipeline":
-        from lantern_hf.pipeline import LanternPipeline
+    """Import an exported name when it is first asked for."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
 
-        return LanternPipeline
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    """List the exported names, imported or not."""
+    return sorted({*globals(), *__all__})
+
+
+sys.modules[__name__].__class__ = _LazyPackage

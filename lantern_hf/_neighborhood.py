@@ -91,6 +91,11 @@ def table_size(neighbors: NeighborTable | None) -> int | None:
     return None if neighbors is None else neighbors.indices.shape[1]
 
 
+def table_on(neighbors: NeighborTable | None, device: torch.device) -> NeighborTable | None:
+    """Move an optional table."""
+    return None if neighbors is None else neighbors.to(device)
+
+
 def at_least_float32(tensor: Tensor) -> Tensor:
     """Upcast half precision; sums over a large vocabulary are not safe in it."""
     return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()

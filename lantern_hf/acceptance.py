@@ -22,8 +22,11 @@ from lantern_hf._neighborhood import (
     nearest,
     neighborhood,
     neighborhood_mass,
+    table_on,
     table_size,
 )
+from lantern_hf._verdict import TreeVerdict, check_shapes
+from lantern_hf.greedy import greedy_node_accepts, verify_tree_greedy
 from lantern_hf.neighbors import NeighborTable
 from lantern_hf.relaxation import STRICT, Relaxation, check_residual
 from lantern_hf.tree import DraftTree
@@ -39,22 +42,6 @@ __all__ = [
     "walk_level",
     "walk_tree",
 ]
-
-
-class TreeVerdict(NamedTuple):
-    """What one verified tree gives.
-
-    Attributes:
-        path: `(B, D + 1)` int64, ids of the kept nodes from the root on, padded with -1.
-        accepted_length: `(B,)` int64, drafted tokens kept, root and bonus token excluded.
-        next_probs: `(B, V)`, distribution of the next token: the target's at the last kept node, or the residual there.
-        relaxed_tv: `(B,)`, chance that relaxed and strict decoding part ways, summed over the siblings tested.
-    """
-
-    path: Tensor
-    accepted_length: Tensor
-    next_probs: Tensor
-    relaxed_tv: Tensor
 
 
 class LevelVerdict(NamedTuple):
@@ -213,7 +200,7 @@ def verify_tree(
     relaxation = Relaxation(neighborhood_size, lam, delta)
     relaxation.check_table(table_size(neighbors))
     check_residual(residual)
-    _check_shapes(tree, tokens=tokens, uniforms=uniforms, target_probs=target_probs, draft_probs=draft_probs)
+    check_shapes(tree, tokens=tokens, uniforms=uniforms, target_probs=target_probs, draft_probs=draft_probs)
     batch = torch.arange(tokens.shape[0], device=tokens.device)
     return walk_tree(
         tree.to(tokens.device),
@@ -221,7 +208,7 @@ def verify_tree(
         lambda node, path: target_probs[batch, node],
         draft_probs,
         uniforms,
-        neighbors=_on(neighbors, tokens.device),
+        neighbors=table_on(neighbors, tokens.device),
         relaxation=relaxation,
         residual=residual,
     )
@@ -244,8 +231,9 @@ def walk_tree(
     Args:
         tree: The tree, on the device of the tensors.
         tokens: Token of each node, `(B, N)` int64.
-        target_at: Gives the target's distributions `(B, V)` at one node a row `(B,)`, told the nodes of the path so far, root
-            first, each `(B,)`. Called once a depth; a row that has stopped stays where it is, and its answer is not read.
+        target_at: Gives the target's distributions `(B, V)` at one node a row `(B,)`, told the nodes of the path so
+            far, root first, each `(B,)`. Called once a depth; a row that has stopped stays where it is, and its answer
+            is not read.
         draft_probs: Draft distributions, `(B, M, V)`.
         uniforms: The draw that tests each node, `(B, N)`.
         neighbors: Neighbour table on the same device.
@@ -288,101 +276,6 @@ def walk_tree(
     path += [torch.full_like(node, -1)] * (tree.max_depth + 1 - len(path))
     kept = torch.stack(path, 1)
     return TreeVerdict(kept, (kept > 0).sum(1), next_probs, relaxed_tv)
-
-
-def greedy_node_accepts(
-    probs: Tensor, tokens: Tensor, *, neighbors: NeighborTable | None = None, relaxation: Relaxation = STRICT
-) -> Tensor:
-    """Test tokens greedily: is x the argmax of p once the mass of A(x) is moved onto x?
-
-    Args:
-        probs: Target distribution at the parent of each token, `(..., V)` floating point, not a residual.
-        tokens: `(...)` int64. A token outside [0, V) is not accepted.
-        neighbors: Neighbour table, on the device of the tensors; needed when relaxed.
-        relaxation: The knobs. Their `check_table` is the caller's to run, once.
-
-    Returns:
-        `(...)` bool. Several siblings may pass when relaxed.
-    """
-    if relaxation.strict:
-        return probs.argmax(-1) == tokens
-    inside = (tokens >= 0) & (tokens < probs.shape[-1])
-    probs, tokens = at_least_float32(probs), tokens.clamp(0, probs.shape[-1] - 1)
-    x = tokens.unsqueeze(-1)
-    token_probs = probs.gather(-1, x)
-    near = neighborhood(probs, tokens, token_probs.squeeze(-1), neighbors, relaxation)
-    moved = probs.scatter(-1, torch.where(near.kept, near.ids, x), 0)
-    moved = moved.scatter(-1, x, token_probs + near.mass.unsqueeze(-1))
-    return inside & (moved.argmax(-1) == tokens)
-
-
-def verify_tree_greedy(
-    tree: DraftTree,
-    tokens: Tensor,
-    target_probs: Tensor,
-    *,
-    neighbors: NeighborTable | None = None,
-    neighborhood_size: int = 0,
-    lam: float | None = None,
-    delta: float | None = None,
-) -> TreeVerdict:
-    """Keep the longest path of a drafted tree whose every node passes `greedy_node_accepts`, the first in path order.
-
-    Args:
-        tree: The tree.
-        tokens: Token of each node, `(B, N)` int64.
-        target_probs: Target distribution at each node, `(B, N, V)` floating point.
-        neighbors: Neighbour table; needed when relaxed.
-        neighborhood_size: Entries walked for the borrowed mass. 0 is strict.
-        lam: Relative cap, at least 1 (LANTERN++).
-        delta: Absolute cap in [0, 1] (LANTERN).
-
-    Returns:
-        The verdict. `next_probs` is the target's at the last kept node, its argmax is the next token. `relaxed_tv`
-        counts the kept nodes that strict greedy decoding would not have chosen.
-
-    Raises:
-        ValueError: Shapes do not fit the tree, or a knob is wrong.
-    """
-    relaxation = Relaxation(neighborhood_size, lam, delta)
-    relaxation.check_table(table_size(neighbors))
-    _check_shapes(tree, tokens=tokens, target_probs=target_probs)
-    tree, neighbors = tree.to(tokens.device), _on(neighbors, tokens.device)
-    strict = target_probs.argmax(-1)[:, tree.parents] == tokens  # the root's own entry is overwritten below
-    passes = strict
-    if not relaxation.strict:
-        levels = [tokens[:, :1] == tokens[:, :1]]
-        for ids in tree.levels[1:]:
-            at_parent = target_probs[:, tree.parents[ids]]
-            levels.append(greedy_node_accepts(at_parent, tokens[:, ids], neighbors=neighbors, relaxation=relaxation))
-        passes = torch.cat(levels, 1)  # levels are consecutive runs of node ids
-    kept = (passes[:, tree.paths] | (tree.paths == 0)) & (tree.paths >= 0)  # (B, L, D + 1)
-    lengths = kept.long().cumprod(-1).sum(-1)
-    best = lengths.argmax(1, keepdim=True)  # the first of equal ones
-    length = lengths.gather(1, best)
-    path = tree.paths[best.squeeze(1)]
-    path = path.masked_fill(torch.arange(path.shape[1], device=path.device) >= length, -1)
-    last = path.gather(1, length - 1).squeeze(1)
-    next_probs = at_least_float32(target_probs[torch.arange(len(last), device=last.device), last])
-    parted = (~strict.gather(1, path.clamp_min(0)) & (path > 0)).sum(1)
-    return TreeVerdict(path, length.squeeze(1) - 1, next_probs, parted.to(next_probs.dtype))
-
-
-def _check_shapes(tree: DraftTree, **tensors: Tensor) -> None:
-    """Check that every tensor has the batch, the nodes and the vocabulary that the others and the tree have."""
-    batch, vocab_size = tensors["tokens"].shape[0], tensors["target_probs"].shape[-1]
-    for name, tensor in tensors.items():
-        expected = (batch, tree.num_nodes, vocab_size) if name.endswith("_probs") else (batch, tree.num_nodes)
-        if tuple(tensor.shape) != expected:
-            raise ValueError(
-                f"`{name}` must have shape {expected} for this tree of {tree.num_nodes} nodes (root included), "
-                f"got {tuple(tensor.shape)}. Pass one entry per node, in node order."
-            )
-
-
-def _on(neighbors: NeighborTable | None, device: torch.device) -> NeighborTable | None:
-    """Move an optional table."""
-    return None if neighbors is None else neighbors.to(device)
 
 
 def _normalised(mass: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """`attach` gives a model's own `generate` the arguments `assistant=` and `lantern_config=`; `detach` takes them away.
 
-The model's class is swapped for a subclass of the same name, so that pipelines, saving and pickling still see what they know.
-Nothing else on the model changes: what a head is attached with lives in one object that `detach` removes.
+The model's class is swapped for a subclass of the same name, so that pipelines, saving and pickling still see what they
+know. Nothing else on the model changes: what a head is attached with lives in one object that `detach` removes.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import copyreg
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from lantern_hf.candidates import CandidateTree
 from lantern_hf.config import LanternConfig
 from lantern_hf.draft import LanternDraftModel
 from lantern_hf.neighbors import NeighborTable
-from lantern_hf.resolve import load_head
+from lantern_hf.resolve import check_relaxation, load_head
 from lantern_hf.strategy import lantern_generate
 from lantern_hf.targets import adapter_for
 from lantern_hf.targets.attention import attention_argument, tree_attention
@@ -70,7 +70,7 @@ class LanternMixin:
         on_round: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """Generate with LANTERN++ when `assistant` or `lantern_config` is given or attached by default, else as the model does.
+        """Generate with LANTERN++ if `assistant` or `lantern_config` is given or on by default, else as the model does.
 
         Args:
             *args: As the model's own `generate`.
@@ -94,8 +94,8 @@ class LanternMixin:
             extra = {"neighbors": neighbors, "generator": generator, "on_round": on_round}
             if unused := [name for name, value in extra.items() if value is not None]:
                 raise ValueError(
-                    f"{', '.join(f'`{name}`' for name in unused)} belongs to LANTERN decoding, which this call does not ask for. Pass "
-                    "`assistant=` or `lantern_config=`, or attach with default_on=True."
+                    f"{', '.join(f'`{name}`' for name in unused)} belongs to LANTERN decoding, which this call does "
+                    "not ask for. Pass `assistant=` or `lantern_config=`, or attach with default_on=True."
                 )
             return stock.generate(*args, streamer=streamer, **kwargs)
         if kwargs.get("custom_generate") is not None:
@@ -119,13 +119,18 @@ class LanternMixin:
         )
 
 
-@lru_cache(maxsize=None)
+@cache
 def _attached_class(cls: type) -> type:
     """The subclass an attached model gets; same name, so that whoever looks at names sees no difference."""
     return type(
         cls.__name__,
         (LanternMixin, cls),
-        {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, "__reduce_ex__": _reduce},
+        {
+            "__module__": cls.__module__,
+            "__qualname__": cls.__qualname__,
+            "__doc__": cls.__doc__,
+            "__reduce_ex__": _reduce,
+        },
     )
 
 
@@ -161,18 +166,18 @@ def attach(
         The model itself.
 
     Raises:
-        ValueError: The model cannot score a tree, the head does not fit, `generate` was replaced on the instance, or `default_on`
-            has no head.
+        ValueError: The model cannot score a tree, the head does not fit, `generate` was replaced on the instance, or
+            `default_on` has no head.
     """
     if "generate" in model.__dict__:
         raise ValueError(
-            f"`generate` of this {type(model).__name__} was replaced on the instance by another library, which would hide "
-            "LANTERN decoding. Attach before that library patches the model, or call "
+            f"`generate` of this {type(model).__name__} was replaced on the instance by another library, which would "
+            "hide LANTERN decoding. Attach before that library patches the model, or call "
             "model.generate(custom_generate=lantern_hf.lantern_generate, assistant=head)."
         )
-    LanternConfig.resolve(lantern_config)
     if default_on and assistant is None:
         raise ValueError("`default_on=True` needs `assistant`. Pass a draft head, its folder or its Hub id.")
+    _check_fit(model, assistant, lantern_config, neighbors)
     check_tree_support(model)
     state = _Attachment(assistant, lantern_config, neighbors, default_on)
     if isinstance(assistant, LanternDraftModel):
@@ -180,9 +185,22 @@ def attach(
     else:
         state.head(assistant, model)
     if not isinstance(model, LanternMixin):
-        model.__class__ = _attached_class(type(model))
+        model.__class__ = _attached_class(type(model))  # type: ignore[arg-type]
     model.__dict__[_STATE] = state
     return model
+
+
+def _check_fit(
+    model: PreTrainedModel, assistant: Any, lantern_config: LanternConfig | Mapping[str, Any] | None, neighbors: Any
+) -> None:
+    """Refuse defaults that no call could use: relaxing a text model, or a table over another codebook."""
+    adapter = adapter_for(model)
+    config = LanternConfig.strict() if lantern_config is None else LanternConfig.resolve(lantern_config)
+    check_relaxation(config, neighbors, adapter)
+    table = neighbors if neighbors is not None else getattr(assistant, "neighbors", None)
+    codebook = adapter.codebook()
+    if table is not None and codebook is not None and codebook.device.type != "meta":
+        table.check(codebook.detach())
 
 
 def detach(model: PreTrainedModel) -> PreTrainedModel:
@@ -199,31 +217,32 @@ def check_tree_support(model: PreTrainedModel, tolerance: float | None = None) -
 
     Args:
         model: The model.
-        tolerance: Largest difference of the last hidden states, relative to their size; by default 1e-3 in float32 and 0.1 in
-            half precision, where kernels of different shapes round differently.
+        tolerance: Largest difference of the last hidden states, relative to their size; by default 1e-3 in float32 and
+            0.1 in half precision, where kernels of different shapes round differently.
 
     Raises:
         ValueError: No family serves the model, or its tree pass differs.
     """
     adapter = adapter_for(model)
-    device = model.get_input_embeddings().weight.device
-    device = torch.device("cpu") if device.type == "meta" else device
+    device = adapter.device
     top = min(adapter.vocab_size, getattr(model.config, "codebook_size", adapter.vocab_size))
     tokens = (torch.arange(6, device=device) * 5 + 3)[None] % top
     prefix, root, siblings = tokens[:, :3], tokens[:, 3:4], tokens[:, 4:]
     with tree_attention(model) as attention:
         tree = _probe(adapter, prefix, torch.cat([root, siblings], 1), DraftTree.from_choices([(0,), (1,)]), attention)
         chain = DraftTree.from_choices([(0,)])
-        plain = [_probe(adapter, prefix, torch.cat([root, siblings[:, i : i + 1]], 1), chain, attention) for i in range(2)]
+        plain = [
+            _probe(adapter, prefix, torch.cat([root, siblings[:, i : i + 1]], 1), chain, attention) for i in range(2)
+        ]
     expected = torch.stack([plain[0][:, 1], plain[1][:, 1]], dim=1)
     difference = ((tree[:, 1:] - expected).abs().max() / expected.abs().max().clamp_min(1e-6)).item()
     if tolerance is None:
         tolerance = 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.1
     if not difference <= tolerance:
         raise ValueError(
-            f"{type(model).__name__} does not score a tree as it scores sequences: hidden states differ by {difference:.2g} of their "
-            f"size, allowed is {tolerance:.2g}. Its attention ({attention}) ignores the tree mask or the positions; try "
-            "model.set_attn_implementation('sdpa')."
+            f"{type(model).__name__} does not score a tree as it scores sequences: hidden states differ by "
+            f"{difference:.2g} of their size, allowed is {tolerance:.2g}. Its attention ({attention}) ignores the tree "
+            "mask or the positions; try model.set_attn_implementation('sdpa')."
         )
 
 

@@ -1,8 +1,8 @@
 """Keys and values of rows that grow at different speeds: keep an accepted path, drop the rest of the tree.
 
-The only file that knows how transformers stores keys and values, and under which keyword a forward takes them. It knows no
-model, tree or token. Every layer of a cache is written at one common offset by `Cache.update`; `RaggedCache` then moves
-what each row keeps down to the row's own length, so that rows need no holes and positions are never rotated again.
+The only file that knows how transformers stores keys and values, and under which keyword a forward takes them. It knows
+no model, tree or token. Every layer of a cache is written at one common offset by `Cache.update`; `RaggedCache` then
+moves what each row keeps down to its own length, so that rows need no holes and positions are never rotated again.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache, StaticLayer
+
+from lantern_hf._host import on_device
 
 CACHE_KEYWORD = "cache"
 """Keyword of model forwards and of `generate` that takes the cache (`past_key_values` before transformers 5.24)."""
@@ -24,14 +26,20 @@ def check_cache(cache: Cache) -> None:
         cache: The cache a user passed, or one that `generate` made.
 
     Raises:
-        ValueError: A layer slides, is quantised, linear or otherwise not a plain dynamic or static layer.
+        ValueError: A layer slides, is quantised, linear or otherwise not a plain dynamic or static one, or is
+            offloaded.
     """
+    if getattr(cache, "offloading", False):
+        raise ValueError(
+            "An offloaded cache cannot keep an arbitrary path of cached positions. Leave `cache_implementation` out, "
+            "set it to 'static', or decode without LANTERN."
+        )
     for index, layer in enumerate(cache.layers):
         if type(layer) not in (DynamicLayer, StaticLayer):
             raise ValueError(
-                f"Layer {index} of the cache is a {type(layer).__name__}, but tree decoding keeps an arbitrary path of cached "
-                "positions, which only DynamicLayer and StaticLayer allow. Pass a DynamicCache or a StaticCache, or decode "
-                "without `assistant`."
+                f"Layer {index} of the cache is a {type(layer).__name__}, but tree decoding keeps an arbitrary path of "
+                "cached positions, which only DynamicLayer and StaticLayer allow. Pass a DynamicCache or StaticCache, "
+                "or decode without LANTERN."
             )
 
 
@@ -69,11 +77,11 @@ class RaggedCache:
         return first.max_cache_len if isinstance(first, StaticLayer) else None
 
     def tree_mask(self, new_mask: Tensor) -> Tensor | None:
-        """Say which slots new nodes may attend to: what their row has kept, and what came after it as `new_mask` allows.
+        """Say which slots new nodes may attend to: all that their row has kept, and newer ones as `new_mask` allows.
 
         Args:
-            new_mask: Bool, `(N, M)` for all rows or `(R, N, M)`: which of the M slots after the kept ones each of the N new
-                nodes attends to. M is N, or more when nodes of the same tree were written before.
+            new_mask: Bool, `(N, M)` for all rows or `(R, N, M)`: which of the M slots after the kept ones each of the N
+                new nodes attends to. M is N, or more when nodes of the same tree were written before.
 
         Returns:
             `(R or 1, 1, N, total)` bool; None when a single new node may see everything there is.
@@ -100,15 +108,15 @@ class RaggedCache:
         """Keep the first nodes of a path in each row and drop everything else the last pass wrote.
 
         Args:
-            nodes: `(R, A)` int64, index of each kept node among the new ones, anything past the row's count; a row with
-                a single element in `nodes` for all rows may be given as `(1, A)`.
+            nodes: `(R, A)` int64, index of each kept node among the new ones, anything past the row's count; `(1, A)`
+                when all rows keep the same.
             counts: Nodes kept per row, each at most A. Known on the host, so that nothing here waits for the device.
         """
         longest, old_width = max(counts), self.width
         uniform = len(set(counts)) == 1 and len(set(self._host_lengths)) == 1 and nodes.shape[0] == 1
         destination = None if uniform else self.lengths[:, None] + torch.arange(longest, device=self.lengths.device)
         self._host_lengths = [old + new for old, new in zip(self._host_lengths, counts, strict=True)]
-        self.lengths = self.lengths + torch.tensor(counts, device=self.lengths.device)
+        self.lengths = self.lengths + on_device(counts, self.lengths.device)
         self.width = max(self._host_lengths)
         source = nodes[:, :longest].clamp_min(0) + old_width
         for layer in self.cache.layers:
@@ -161,25 +169,26 @@ def decoding_cache(given: Cache | None, config: Any, *, slots: int, guided: bool
         ValueError: The user's cache holds tokens, is too small, has the wrong rows or cannot keep a path.
     """
     if given is None:
-        return DynamicCache(config=config), not guided
+        given = DynamicCache(config=config)
     check_cache(given)
     own = getattr(given, "_is_user_defined", False)
     if own and int(given.get_seq_length()):
         raise ValueError(
-            f"`{CACHE_KEYWORD}` holds {int(given.get_seq_length())} tokens. Drafting needs the target's states of the whole prompt, "
-            "which a cache does not hold; pass an empty cache, or none, and the whole prompt."
+            f"`{CACHE_KEYWORD}` holds {int(given.get_seq_length())} tokens. Drafting needs the target's states of the "
+            "whole prompt, which a cache does not hold; pass an empty cache, or none, and the whole prompt."
         )
     if own and guided:
         raise ValueError(
-            f"`{CACHE_KEYWORD}` cannot be passed together with guidance, whose two streams need a cache of twice the rows. Leave it "
-            "out, or set `cache_implementation='static'` for a static one."
+            f"`{CACHE_KEYWORD}` cannot be passed together with guidance, whose two streams need a cache of twice the "
+            "rows. Leave it out, or set `cache_implementation='static'` for a static one."
         )
-    if not isinstance(given.layers[0] if given.layers else None, StaticLayer):
+    first = given.layers[0] if given.layers else None
+    if not isinstance(first, StaticLayer):
         return (given, True) if own else (DynamicCache(config=config), not guided)
-    if own and given.layers[0].max_cache_len < slots:
+    if own and first.max_cache_len < slots:
         raise ValueError(
-            f"The StaticCache has {given.layers[0].max_cache_len} slots, but prompt, new tokens and one tree need {slots}. Make it "
-            f"with max_cache_len={slots}, or set `cache_implementation='static'` instead."
+            f"The StaticCache has {first.max_cache_len} slots, but prompt, new tokens and one tree need "
+            f"{slots}. Make it with max_cache_len={slots}, or set `cache_implementation='static'` instead."
         )
     return (given if own else StaticCache(config=config, max_cache_len=slots)), False
 

@@ -1,7 +1,8 @@
 """Candidate generators: what proposes the tokens of a tree.
 
-The decoding loop knows a generator only by `CandidateTree`: it brings its tree, its tokens and its scores (whose softmax is the q
-they were drawn from), and may ask to see the target's. `LanternCandidateGenerator` grows a static tree with a draft head.
+The decoding loop knows a generator only by `CandidateTree`: it brings its tree, its tokens and its scores (whose
+softmax is the q they were drawn from), and may ask to see the target's. `LanternCandidateGenerator` grows a static tree
+with a draft head.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.logits_process import LogitsProcessorList
 
+from lantern_hf._host import on_device
 from lantern_hf.cache import RaggedCache, new_dynamic_cache
 from lantern_hf.draft import POSITION_OFFSET, LanternDraftModel
 from lantern_hf.processors import NodeProcessors, guide
@@ -27,8 +30,8 @@ from lantern_hf.tree import DraftTree, get_tree
 class CandidateTree(CandidateGenerator):
     """A candidate generator that proposes a tree: the seam between the decoding loop and whatever drafts.
 
-    A subclass sets `tree` and implements `get_candidates`. `tree.rows[n]` names the row of the returned scores that node n's
-    token was drawn from; siblings that share a row must be drawn without replacement, in rank order.
+    A subclass sets `tree` and implements `get_candidates`. `tree.rows[n]` names the row of the returned scores that
+    node n's token was drawn from; siblings that share a row must be drawn without replacement, in rank order.
 
     Attributes:
         tree: Shape of every proposal.
@@ -39,7 +42,9 @@ class CandidateTree(CandidateGenerator):
     requires_target_scores = False
     tree: DraftTree
 
-    def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor | None, num_matches: Tensor, path: Tensor | None = None):
+    def update_candidate_strategy(  # type: ignore[override]
+        self, input_ids: Tensor, scores: Tensor | None, num_matches: Tensor, path: Tensor | None = None
+    ) -> None:
         """Learn what became of a proposal; nothing by default.
 
         Args:
@@ -58,8 +63,14 @@ class _Level(NamedTuple):
     mask: Tensor  # (I_d, inner nodes so far) bool, the root's entry left out: it is committed
     children: Tensor  # node ids of the children, one level down
     drawn: Tensor  # place of each child among the level's draws, flattened from (I_d, R_d)
-    count: int  # R_d, the most children
-    paths: tuple[tuple[int, ...], ...]  # nodes on the way to each, the root left out
+    width: int  # R_d, the most children
+    paths: tuple[Tensor, ...]  # nodes on the way to each, the root left out
+
+    def to(self, device: torch.device) -> _Level:
+        """Move the index tables."""
+        paths = tuple(path.to(device) for path in self.paths)
+        moved: dict[str, Any] = {name: x.to(device) for name, x in self._asdict().items() if isinstance(x, Tensor)}
+        return self._replace(paths=paths, **moved)
 
 
 @lru_cache(maxsize=32)
@@ -69,13 +80,13 @@ def _plan(tree: DraftTree) -> tuple[DraftTree, tuple[_Level, ...]]:
     place = {node: index for index, node in enumerate(inner)}
     parents = tree.parents.tolist()
     rows = [place.get(parent, 0) for parent in parents]
-    levels = []
+    levels: list[_Level] = []
     for depth, width in enumerate(tree.widths):
         nodes = [node for node in inner if len(tree.choices[node - 1] if node else ()) == depth]
         above = levels[-1].nodes.tolist() if levels else []
         so_far = [node for node in inner if node and tree.depths[node] <= depth]
         lines = [[bool(tree.mask[node, other]) for other in so_far] for node in nodes]
-        paths = tuple(tuple(tree.mask[node].nonzero().flatten().tolist()[1:]) for node in nodes)
+        paths = tuple(tree.mask[node].nonzero().flatten()[1:] for node in nodes)
         children = tree.children[nodes, :width].flatten()
         present = (children >= 0).nonzero().flatten()
         levels.append(
@@ -126,7 +137,7 @@ class LanternCandidateGenerator(CandidateTree):
         self.assistant, self.adapter = assistant, adapter or adapter_for(model)
         self.tree, levels = _plan(get_tree(tree))
         self._device = assistant.device
-        self._levels = [_Level(*(x.to(self._device) if isinstance(x, Tensor) else x for x in level)) for level in levels]
+        self._levels = [level.to(self._device) for level in levels]
         self._processors = NodeProcessors(
             LogitsProcessorList() if logits_processor is None else logits_processor,
             self.adapter.vocab_size,
@@ -147,24 +158,26 @@ class LanternCandidateGenerator(CandidateTree):
         """Draft a tree below the last token of each row.
 
         Args:
-            input_ids: Sequences, rows aligned on the right, `(B, S + 1)` int64; the last token is the root, which the target has
-                not read yet.
-            model_kwargs: `position_ids` `(R, A)` of the tokens the target has read since the last call (the whole prompt on the
-                first); on the first call also, optionally, `attention_mask` `(R, S)`, `prompt_embeds` `(R, S, H)`, and always
-                optional `sequences`, the rows as `Sequences`. R is B, or 2B under guidance.
+            input_ids: Sequences, rows aligned on the right, `(B, S + 1)` int64; the last token is the root, which the
+                target has not read yet.
+            model_kwargs: `position_ids` `(R, A)` of the tokens the target has read since the last call (the whole
+                prompt on the first); on the first call also, optionally, `attention_mask` `(R, S)`, `prompt_embeds`
+                `(R, S, H)`, and always optional `sequences`, the rows as `Sequences`. R is B, or 2B under guidance.
             model_outputs: `hidden_states[-1]` holds the target's states of those tokens, `(R, A, H)`.
             is_first_iteration: Whether a new prompt starts.
             n_last_matches: Drafted tokens of each row that were accepted last time; A is their maximum + 1.
 
         Returns:
-            Candidate ids `(B, S + N)`: the sequences without their root, then the nodes in order. Processed scores of the inner
-            nodes in node order, `(B, I, C)`; their softmax is the q of `tree.rows`.
+            Candidate ids `(B, S + N)`: the sequences without their root, then the nodes in order. Processed scores of
+            the inner nodes in node order, `(B, I, C)`; their softmax is the q of `tree.rows`.
 
         Raises:
             ValueError: The target's states are missing.
         """
         if getattr(model_outputs, "hidden_states", None) is None:
-            raise ValueError("`model_outputs.hidden_states` is missing. Run the target with `output_hidden_states=True`.")
+            raise ValueError(
+                "`model_outputs.hidden_states` is missing. Run the target with `output_hidden_states=True`."
+            )
         model_kwargs = model_kwargs or {}
         hidden = model_outputs.hidden_states[-1]
         sequences = model_kwargs.get("sequences") or Sequences(input_ids, 0)
@@ -178,18 +191,20 @@ class LanternCandidateGenerator(CandidateTree):
     def _read(
         self, input_ids: Tensor, hidden: Tensor, counts: list[int], model_kwargs: dict[str, Any], first: bool
     ) -> tuple[Tensor, Tensor]:
-        """Let the head read the newly committed tokens; give its output at the root, `(R, H)`, and the root's position `(R,)`."""
+        """Let the head read what was committed; give its output at the root `(R, H)` and the root's position `(R,)`."""
         rows, width, _ = hidden.shape
-        last = torch.tensor(counts, device=input_ids.device)[:, None]
-        # Entry j of a row holds the token after its j-th new state; past the row's count anything will do.
-        index = (input_ids.shape[1] - last + torch.arange(width, device=input_ids.device)).clamp_max(input_ids.shape[1] - 1)
+        first_column = input_ids.shape[1] - on_device(counts, input_ids.device)[:, None]
+        # Entry j of a row holds the token after its j-th new state. Past the row's count, and before its first token
+        # where the unconditional prompt is the longer one, anything will do.
+        index = (first_column + torch.arange(width, device=input_ids.device)).clamp(0, input_ids.shape[1] - 1)
         streams = input_ids.repeat(rows // len(input_ids), 1)
         tokens, positions = streams.gather(1, index), model_kwargs["position_ids"] + POSITION_OFFSET
         prompt = model_kwargs.get("prompt_embeds") if first else None
         if prompt is None:
             embeds = self.adapter.embed(tokens, positions)
         else:
-            embeds = torch.cat([prompt[:, 1:], self.adapter.embed(tokens[:, -1:], positions[:, -1:]).to(prompt.device)], dim=1)
+            root = self.adapter.embed(tokens[:, -1:], positions[:, -1:])
+            embeds = torch.cat([prompt[:, 1:], root.to(prompt.device)], dim=1)
         if first:
             mask = model_kwargs.get("attention_mask")
             padding = None if mask is None else ~mask.bool()
@@ -198,7 +213,7 @@ class LanternCandidateGenerator(CandidateTree):
         mask = self._entry_mask(counts, width, model_kwargs.get("attention_mask") if first else None)
         output = self._head(embeds, hidden, positions, self._cache.tree_mask(mask))
         self._cache.keep(torch.arange(width, device=self._device)[None], counts)
-        ends = torch.tensor(counts, device=self._device) - 1
+        ends = on_device(counts, self._device) - 1
         every = torch.arange(rows, device=self._device)
         return output[every, ends], positions.to(self._device)[every, ends]
 
@@ -211,7 +226,7 @@ class LanternCandidateGenerator(CandidateTree):
             return (causal & prompt_mask.bool().to(self._device)[:, None]) | own
         if len(set(counts)) == 1:
             return causal
-        filled = torch.arange(width, device=self._device) < torch.tensor(counts, device=self._device)[:, None]
+        filled = torch.arange(width, device=self._device) < on_device(counts, self._device)[:, None]
         return causal & filled[:, None]
 
     def _head(self, embeds: Tensor, hidden: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
@@ -223,20 +238,19 @@ class LanternCandidateGenerator(CandidateTree):
         )
         return output.last_hidden_state
 
-    def _grow(
-        self, sequences: Sequences, features: Tensor, positions: Tensor, draws: Draws
-    ) -> tuple[Tensor, Tensor]:
+    def _grow(self, sequences: Sequences, features: Tensor, positions: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
         """Draw the nodes level by level: columns of all nodes `(B, N)` and scores of the inner ones `(B, I, C)`."""
         batch = sequences.num_rows
         columns = torch.zeros(batch, self.tree.num_nodes, dtype=torch.long, device=self._device)
-        level_features, all_scores = features[:, None], []
-        for level in self._levels:
-            if len(all_scores):
-                level_features = self._descend(level, columns, level_features, positions + len(all_scores))
+        level_features = features[:, None]
+        all_scores: list[Tensor] = []
+        for depth, level in enumerate(self._levels):
+            if depth:
+                level_features = self._descend(level, columns, level_features, positions + depth)
             logits = guide(self.adapter.logits(level_features).to(self._device), self._scale)
-            ids = self.adapter.token_ids(columns)
-            scores = self._processors.nodes(sequences, [ids[:, list(path)] for path in level.paths], logits)
-            drawn = self._draw(scores.float().softmax(-1), level.count, draws)
+            suffixes = (self.adapter.token_ids(columns[:, path]) for path in level.paths)
+            scores = self._processors.nodes(sequences, suffixes, logits)
+            drawn = self._draw(scores.float().softmax(-1), level.width, draws)
             columns[:, level.children] = drawn.flatten(1)[:, level.drawn]
             all_scores.append(scores)
         assert self._cache is not None
@@ -253,10 +267,20 @@ class LanternCandidateGenerator(CandidateTree):
         return self._head(self.adapter.embed(streams, places), above[:, level.parents], places, mask)
 
     def _draw(self, probs: Tensor, count: int, draws: Draws) -> Tensor:
-        """Draw `count` children of each node `(B, I_d, count)`; impossible ones repeat and are passed over in verification."""
-        count_here = min(count, probs.shape[-1])
-        ids = draws.race(probs, count_here)[0] if self._do_sample else probs.topk(count_here, dim=-1).indices
-        return torch.nn.functional.pad(ids, (0, count - count_here))
+        """Draw `count` children of each node `(B, I_d, count)`.
+
+        Where fewer tokens are possible, the rest repeat the first: verification passes over repetitions, and processors
+        are never shown a prefix that they themselves excluded.
+        """
+        possible = min(count, probs.shape[-1])
+        if self._do_sample:
+            ids, drawn = draws.race(probs, possible)
+        else:
+            values, ids = probs.topk(possible, dim=-1)
+            drawn = values > 0
+        missing = count - possible
+        ids, drawn = F.pad(ids, (0, missing)), F.pad(drawn, (0, missing))
+        return torch.where(drawn, ids, ids[..., :1])
 
 
 def _counts(matches: Sequence[int] | int, rows: int) -> list[int]:
@@ -278,6 +302,6 @@ class RootOnly(CandidateTree):
     def __init__(self, columns: int):
         self._columns = columns
 
-    def get_candidates(self, input_ids: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def get_candidates(self, input_ids: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """Return the sequences as they are, and no scores."""
         return input_ids, torch.empty(len(input_ids), 0, self._columns, device=input_ids.device)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from lantern_hf.stats import DecodingStats
@@ -17,8 +18,8 @@ from lantern_hf.stats import DecodingStats
 class LanternGenerateOutput(GenerateDecoderOnlyOutput):
     """`GenerateDecoderOnlyOutput` with the statistics of the decoding.
 
-    `scores`, `logits` and `hidden_states` hold one entry a generated token, as plain decoding gives them; where a row of the
-    batch has ended before the others, its entries are zeros.
+    `scores`, `logits` and `hidden_states` hold one entry a generated token, as plain decoding gives them; where a row
+    of the batch has ended before the others, its entries are zeros.
 
     Args:
         stats: Passes, accepted lengths, `relaxed_tv`, seconds.
@@ -45,6 +46,18 @@ class TokenRecorder:
         self._rows: dict[str, list[list[Any]]] = {name: [[] for _ in range(rows)] for name in self.wanted}
         self._steps: list[dict[str, Any]] = []
         self._expand = expand
+
+    @classmethod
+    def for_call(cls, config: GenerationConfig, rows: int, expand: Callable[[Tensor], Tensor]) -> TokenRecorder:
+        """Make the recorder that a generation's settings ask for."""
+        wanted = bool(config.return_dict_in_generate)
+        return cls(
+            rows,
+            scores=wanted and bool(config.output_scores),
+            logits=wanted and bool(config.output_logits),
+            hidden_states=wanted and bool(config.output_hidden_states),
+            expand=expand,
+        )
 
     def step(self, *, scores: Tensor, logits: Tensor, hidden_states: Sequence[Tensor] | None) -> None:
         """Note one depth of a round: `(B, C)` scores and logits, and per layer `(B, T, H)` states."""

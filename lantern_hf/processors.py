@@ -1,18 +1,20 @@
 """Scores of tree nodes: guidance, the user's logits processors with each node's own prefix, and the relaxed processor.
 
-Knows tensors and transformers' processors; no model, tree or cache. Scores live on *columns*: the ids a target may emit at a
-position, the codebook's codes first and in order. `columns` maps them to token ids, None stands for the identity.
+Knows tensors and transformers' processors; no model, tree or cache. Scores live on *columns*: the ids a target may emit
+at a position, the codebook's codes first and in order. `columns` maps them to token ids, None stands for the identity.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers.generation import logits_process as hf
 from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
 
+from lantern_hf._host import on_device
 from lantern_hf._neighborhood import neighborhood
 from lantern_hf.neighbors import NeighborTable
 from lantern_hf.relaxation import Relaxation
@@ -57,8 +59,8 @@ class Guidance(NamedTuple):
 def take_guidance(processors: LogitsProcessorList) -> tuple[Guidance | None, LogitsProcessorList]:
     """Take transformers' guidance processor out of a prepared list.
 
-    It runs the model itself, one token a call, and keeps a cache of its own, which a tree would corrupt silently; only its
-    scale and prompt are used.
+    It runs the model itself, one token a call, and keeps a cache of its own, which a tree would corrupt silently; only
+    its scale and prompt are used.
 
     Args:
         processors: The list `generate` prepared.
@@ -74,12 +76,12 @@ def take_guidance(processors: LogitsProcessorList) -> tuple[Guidance | None, Log
     for processor in rest:
         if isinstance(processor, _STATEFUL):
             raise ValueError(
-                f"{type(processor).__name__} keeps state between calls, so it cannot score the siblings of a tree. Remove it, or "
-                "decode without `assistant`. For guidance pass `guidance_scale=` to generate."
+                f"{type(processor).__name__} keeps state between calls, so it cannot score the siblings of a tree. "
+                "Remove it, or decode without LANTERN. For guidance pass `guidance_scale=` to generate."
             )
     if not unbatched or unbatched[0].guidance_scale == 1:
         return None, rest
-    context = unbatched[0].unconditional_context
+    context: dict[str, Any] = unbatched[0].unconditional_context
     return Guidance(unbatched[0].guidance_scale, context["input_ids"], context["attention_mask"]), rest
 
 
@@ -109,55 +111,77 @@ class NodeProcessors:
     """
 
     def __init__(self, processors: LogitsProcessorList, vocab_size: int, columns: Tensor | None):
-        self._processors, self._vocab_size, self._columns = processors, vocab_size, columns
-        self.prefix_free = all(type(processor) in PREFIX_FREE for processor in processors)
+        self._processors = LogitsProcessorList(self._tolerant(processor) for processor in processors)
+        self._vocab_size, self._columns = vocab_size, columns
+        self._asked: set[int] = set()
+        self.needs_prefix = any(type(processor) not in PREFIX_FREE for processor in processors)
 
-    def __call__(self, sequences: Sequences, suffix: Tensor, logits: Tensor) -> Tensor:
+    def _tolerant(self, processor: Any) -> Any:
+        """Keep `prefix_allowed_tokens_fn` from being asked about rows whose answer is not read.
+
+        Such a row shows a prefix of another length than its own, which a trie, say, may not know; nothing being allowed
+        there would be an error.
+        """
+        if type(processor) is not hf.PrefixConstrainedLogitsProcessor:
+            return processor
+        ask = processor._prefix_allowed_tokens_fn
+        return hf.PrefixConstrainedLogitsProcessor(lambda row, ids: ask(row, ids) if row in self._asked else [0], 1)
+
+    def __call__(self, sequences: Sequences, suffix: Tensor | None, logits: Tensor) -> Tensor:
         """Score one node of every row.
 
         Args:
             sequences: Committed tokens.
-            suffix: Tokens on the way from the last committed token to the node, `(B, T)` token ids.
+            suffix: Tokens on the way from the last committed token to the node, `(B, T)` token ids; may be None unless
+                `needs_prefix`.
             logits: Guided logits at the node, `(B, C)` float32.
 
         Returns:
-            Processed scores, `(B, C)` float32.
+            Processed scores, `(B, C)` float32. Those of a row that has ended mean nothing.
         """
+        if not self.needs_prefix:
+            return self._blind(logits)
+        assert suffix is not None
+        scores = self.expand(logits).to(sequences.device)
+        processed = scores
+        for rows, ids in sequences.by_length(suffix.to(sequences.device)):
+            self._asked = set(rows)
+            # Processors may write in place, and every row of a batch is only read for its own length.
+            own = self._processors(ids, scores.clone())  # type: ignore[arg-type]
+            if len(rows) < sequences.num_rows:
+                mine = on_device([[row in self._asked] for row in range(sequences.num_rows)], own.device)
+                own = torch.where(mine, own, processed)
+            processed = own
+        return self._collect(processed, logits.shape[-1]).to(logits.device)
+
+    def _blind(self, logits: Tensor) -> Tensor:
+        """Process `(rows, C)` scores with processors that look at nothing else."""
         if not self._processors:
             return logits
-        if self.prefix_free:
-            return self._processors(suffix, logits)  # type: ignore[arg-type]
-        scores = self.expand(logits).to(sequences.device)
-        processed = torch.empty_like(scores)
-        for rows, ids in sequences.by_length(suffix.to(sequences.device)):
-            # Processors may write in place, and every row of a batch is only read for its own length.
-            processed[rows] = self._processors(ids, scores.clone())[rows]  # type: ignore[arg-type]
-        return self._collect(processed, logits.shape[-1]).to(logits.device)
+        return self._processors(logits.new_zeros(len(logits), 1, dtype=torch.long), logits)  # type: ignore[arg-type]
 
     def _collect(self, scores: Tensor, count: int) -> Tensor:
         """Take the scores of the columns, `(B, C)`, back out of the vocabulary's."""
         return scores[:, :count] if self._columns is None else scores[:, self._columns.to(scores.device)]
 
-    def nodes(self, sequences: Sequences, suffixes: list[Tensor], logits: Tensor) -> Tensor:
+    def nodes(self, sequences: Sequences, suffixes: Iterable[Tensor], logits: Tensor) -> Tensor:
         """Score several nodes of every row.
 
         Args:
             sequences: Committed tokens.
-            suffixes: For each of M nodes the tokens on the way to it, `(B, T)` token ids.
+            suffixes: For each of M nodes the tokens on the way to it, `(B, T)` token ids; not looked at unless
+                `needs_prefix`.
             logits: Guided logits, `(B, M, C)` float32.
 
         Returns:
             Processed scores, `(B, M, C)` float32.
         """
-        if not self._processors:
-            return logits
-        if self.prefix_free:
-            flat = logits.flatten(0, 1)
-            return self._processors(flat.new_zeros(len(flat), 1, dtype=torch.long), flat).view_as(logits)  # type: ignore[arg-type]
+        if not self.needs_prefix:
+            return self._blind(logits.flatten(0, 1)).view_as(logits)
         return torch.stack([self(sequences, suffix, logits[:, i]) for i, suffix in enumerate(suffixes)], dim=1)
 
     def expand(self, scores: Tensor) -> Tensor:
-        """Spread scores of columns `(B, C)` over the vocabulary `(B, V)`; ids that are no column hold the dtype's minimum."""
+        """Spread scores of columns `(B, C)` over the vocabulary `(B, V)`; other ids hold the dtype's minimum."""
         if self._columns is None and scores.shape[-1] == self._vocab_size:
             return scores
         full = scores.new_full((scores.shape[0], self._vocab_size), torch.finfo(scores.dtype).min)
@@ -187,8 +211,9 @@ class ImageTokensLogitsProcessor(LogitsProcessor):
 class RelaxedAcceptanceLogitsProcessor(LogitsProcessor):
     """Moves the probability of a candidate's latent neighbours onto the candidate (LANTERN++, arXiv 2502.06352).
 
-    Half of a pair with `LanternCandidateGenerator`: it takes rows whose last token is a candidate, with the target's scores
-    at the candidate's *parent*. Accepting a candidate x with `min(1, p'(x) / q(x))` under the returned p' is the relaxed rule.
+    Half of a pair with `LanternCandidateGenerator`: it takes rows whose last token is a candidate, with the target's
+    scores at the candidate's *parent*. Accepting a candidate x with `min(1, p'(x) / q(x))` under the returned p' is the
+    relaxed rule.
 
     Args:
         neighbors: Table over the codebook.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
@@ -25,16 +26,18 @@ def check_generation(model: PreTrainedModel, config: GenerationConfig) -> None:
         ValueError: Beams, another assisted mode, or attention maps.
     """
     if (config.num_beams or 1) > 1:
-        raise ValueError(f"`num_beams` must be 1 with LANTERN, got {config.num_beams}. Use sampling or greedy decoding.")
+        raise ValueError(
+            f"`num_beams` must be 1 with LANTERN, got {config.num_beams}. Use sampling or greedy decoding."
+        )
     if config.return_dict_in_generate and config.output_attentions:
         raise ValueError(
-            "`output_attentions=True` is not served: the attention of a tree pass is over candidates, not over the sequence. Leave "
-            "it out, or decode without `assistant`."
+            "`output_attentions=True` is not served: the attention of a tree pass is over candidates, not over the "
+            "sequence. Leave it out, or decode without LANTERN."
         )
     if config.prompt_lookup_num_tokens or config.assistant_early_exit:
         raise ValueError(
-            "`prompt_lookup_num_tokens` and `assistant_early_exit` are other kinds of drafting. Unset them, or decode without "
-            "`assistant`."
+            "`prompt_lookup_num_tokens` and `assistant_early_exit` are other kinds of drafting. Unset them, or decode "
+            "without LANTERN."
         )
 
 
@@ -79,8 +82,8 @@ def make_generator(
         return assistant, LanternConfig.resolve(lantern_config)
     if not isinstance(assistant, LanternDraftModel):
         raise TypeError(
-            f"`assistant` must be a LanternDraftModel, a folder or Hub id of one, or a CandidateTree, got {type(assistant).__name__}. "
-            "For another transformers model use `assistant_model=` without lantern_hf."
+            "`assistant` must be a LanternDraftModel, a folder or Hub id of one, or a CandidateTree, got "
+            f"{type(assistant).__name__}. For another transformers model use `assistant_model=` without lantern_hf."
         )
     if lantern_config is None:
         lantern_config = assistant.config.lantern_config
@@ -122,29 +125,63 @@ def resolve_neighbors(
     """
     if config.is_strict or isinstance(candidates, RootOnly):
         return STRICT, None
-    if not adapter.has_codebook:
-        raise ValueError(
-            f"Relaxed acceptance needs a codebook, and {type(adapter.model).__name__} is a text model without one. Pass "
-            "lantern_config=LanternConfig.strict()."
-        )
+    check_relaxation(config, given, adapter)
     if adapter.num_codes == 0:  # this prompt asks for text
         return STRICT, None
     head = getattr(candidates, "assistant", None)
-    table = given or (None if head is None else head.neighbors)
-    codebook = adapter.codebook()
-    if table is None and codebook is not None:
-        table = NeighborTable.from_codebook(codebook.detach().float(), config.neighborhood_size)
-        if head is not None:
-            head.neighbors = table
+    own = None if head is None else head.neighbors
+    table = (
+        given or (None if own is None else check_table(own, adapter)) or _table_of(adapter, config.neighborhood_size)
+    )
     if table is None:
         raise ValueError(
-            f"`neighborhood_size={config.neighborhood_size}` needs a neighbor table, and neither the head nor the target holds one. "
-            "Pass neighbors=NeighborTable.from_codebook(vq.quantize.embedding.weight, k), or LanternConfig.strict()."
-        )
-    if table.num_codes != adapter.num_codes:
-        raise ValueError(
-            f"The neighbor table is for a codebook of {table.num_codes} entries, the target has {adapter.num_codes}. Build one with "
-            "NeighborTable.from_codebook from the VQ model that belongs to this target."
+            f"`neighborhood_size={config.neighborhood_size}` needs a neighbor table, and neither the head nor the "
+            "target holds one. Pass neighbors=NeighborTable.from_codebook(vq.quantize.embedding.weight, k), or "
+            "lantern_config=LanternConfig.strict()."
         )
     config.relaxation.check_table(table.k)
     return config.relaxation, table.to(device)
+
+
+def check_relaxation(config: LanternConfig, given: NeighborTable | None, adapter: TargetAdapter) -> None:
+    """Refuse a relaxed configuration on a text model, and a user's table that does not fit.
+
+    Raises:
+        ValueError: The target has no codebook, or the table is for another one.
+    """
+    if not config.is_strict and not adapter.has_codebook:
+        raise ValueError(
+            f"Relaxed acceptance needs a codebook, and {type(adapter.model).__name__} is a text model without one. "
+            "Pass lantern_config=LanternConfig.strict()."
+        )
+    if given is not None:
+        check_table(given, adapter)
+
+
+def check_table(table: NeighborTable, adapter: TargetAdapter) -> NeighborTable:
+    """Refuse a neighbour table over a codebook of another size.
+
+    Raises:
+        ValueError: The sizes differ.
+    """
+    if table.num_codes != adapter.codebook_size:
+        raise ValueError(
+            f"The neighbor table is for a codebook of {table.num_codes} entries, the target has "
+            f"{adapter.codebook_size}. Build one with NeighborTable.from_codebook from the VQ model of this target."
+        )
+    return table
+
+
+# Tables made from a target's own codebook; a table takes seconds, and outlives the call that first needed it.
+_TABLES: WeakKeyDictionary[PreTrainedModel, NeighborTable] = WeakKeyDictionary()
+
+
+def _table_of(adapter: TargetAdapter, size: int) -> NeighborTable | None:
+    """The table over the codebook that the target itself holds, None when it holds none."""
+    codebook = adapter.codebook()
+    if codebook is None or codebook.device.type == "meta":  # accelerate holds it elsewhere between calls
+        return None
+    table = _TABLES.get(adapter.model)
+    if table is None or table.k < size:
+        table = _TABLES[adapter.model] = NeighborTable.from_codebook(codebook.detach().float(), size)
+    return table

@@ -1,4 +1,4 @@
-"""Random draws of a generation: every one from the user's generator, or the row's own, and none that waits for the device."""
+"""Random draws of a generation, each from the user's generator or the row's own; none of them waits for the device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ class Draws:
     Args:
         generator: A `torch.Generator`, one per row, or None for the global one.
         rows: Number of rows B.
-        device: Where draws are needed. A generator may live elsewhere, as on the CPU for a seed that holds on every device.
+        device: Where draws are needed. A generator may live elsewhere, as on the CPU for a seed that holds on every
+            device.
 
     Raises:
         ValueError: The number of generators is not the number of rows.
@@ -28,8 +29,8 @@ class Draws:
             generator = generator[0]
         if isinstance(generator, Sequence) and len(generator) != rows:
             raise ValueError(
-                f"`generator` has {len(generator)} generators for {rows} rows. Pass one, or one per row (rows are prompts "
-                "times `num_return_sequences`)."
+                f"`generator` has {len(generator)} generators for {rows} rows. Pass one, or one per row (rows are "
+                "prompts times `num_return_sequences`)."
             )
         for one in generator if isinstance(generator, Sequence) else [generator]:
             if one is not None and not isinstance(one, torch.Generator):
@@ -43,16 +44,16 @@ class Draws:
     def race(self, probs: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Draw ids without replacement, in the order drawn.
 
-        An exponential race: the id with the largest `p / E` is a draw from p, the next one a draw from the rest, and so on.
-        `torch.multinomial` does the same, but checks its input on the host.
+        An exponential race: the id with the largest `p / E` is a draw from p, the next one a draw from the rest, and so
+        on. `torch.multinomial` does the same, but checks its input on the host.
 
         Args:
             probs: Distributions, `(B, ..., V)` float, normalised or not.
             count: Ids to draw of each; at most V.
 
         Returns:
-            Ids `(B, ..., count)` int64 and whether each was really drawn, bool: where fewer than `count` ids have mass, the rest
-            is False.
+            Ids `(B, ..., count)` int64 and whether each was really drawn, bool: where fewer than `count` ids have mass,
+            the rest is False.
         """
         noise = self._fill(tuple(probs.shape[1:]), lambda tensor, generator: tensor.exponential_(generator=generator))
         ids = (probs / noise.clamp_min(torch.finfo(noise.dtype).tiny)).topk(count, dim=-1).indices

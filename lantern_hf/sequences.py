@@ -19,6 +19,8 @@ from transformers.generation.stopping_criteria import (
     StoppingCriteriaList,
 )
 
+from lantern_hf._host import on_device
+
 
 class Sequences:
     """Prompt and generated tokens of every row.
@@ -26,15 +28,19 @@ class Sequences:
     Args:
         input_ids: Prompts, `(B, S)` int64.
         capacity: Most tokens a row may gain.
+        pad_token_id: What fills a row behind its last token.
 
     Attributes:
         lengths: Tokens of each row, prompt and its padding included.
+        ended: Whether each row has ended; whoever ends one says so here.
     """
 
-    def __init__(self, input_ids: Tensor, capacity: int):
+    def __init__(self, input_ids: Tensor, capacity: int, pad_token_id: int = 0):
         rows, self.prompt_length = input_ids.shape
-        self._buffer = torch.cat([input_ids, input_ids.new_zeros(rows, capacity)], dim=1)
+        self._pad = pad_token_id
+        self._buffer = torch.nn.functional.pad(input_ids, (0, capacity), value=pad_token_id)
         self.lengths = [self.prompt_length] * rows
+        self.ended = [False] * rows
 
     @property
     def num_rows(self) -> int:
@@ -50,11 +56,11 @@ class Sequences:
         """Add the first `counts[b]` tokens of each row of `tokens` `(B, A)` int64."""
         needed = max(length + count for length, count in zip(self.lengths, counts, strict=True))
         if needed > self._buffer.shape[1]:  # no length limit was known, as with custom criteria alone
-            more = self._buffer.new_zeros(self.num_rows, needed)
-            self._buffer = torch.cat([self._buffer, more], dim=1)
+            self._buffer = torch.nn.functional.pad(self._buffer, (0, needed), value=self._pad)
         for row, (length, count) in enumerate(zip(self.lengths, counts, strict=True)):
-            self._buffer[row, length : length + count] = tokens[row, :count]
-            self.lengths[row] += count
+            if count:
+                self._buffer[row, length : length + count] = tokens[row, :count]
+                self.lengths[row] += count
 
     def row(self, row: int) -> Tensor:
         """Tokens of one row, `(length,)`."""
@@ -63,8 +69,9 @@ class Sequences:
     def by_length(self, suffix: Tensor | None = None) -> Iterator[tuple[list[int], Tensor]]:
         """Give every row its own prefix, in batches that logits processors and stopping criteria can take.
 
-        A processor may depend on the index of a row (`prefix_allowed_tokens_fn` is told it, others hold a value per row), so
-        every batch has all B rows in place; only those of one length are meant to be read from it.
+        A processor may depend on the index of a row (`prefix_allowed_tokens_fn` is told it, others hold a value per
+        row), so every batch has all B rows in place; only those of one length are meant to be read from it. Rows that
+        have ended are not asked about.
 
         Args:
             suffix: Tokens to put behind each row, `(B, T)` int64.
@@ -72,10 +79,11 @@ class Sequences:
         Yields:
             The rows of one length and a `(B, length + T)` int64 matrix.
         """
-        for length in sorted(set(self.lengths)):
+        running = [None if end else length for length, end in zip(self.lengths, self.ended, strict=True)]
+        for length in sorted({length for length in running if length is not None}):
             ids = self._buffer[:, :length]
             yield (
-                [row for row, own in enumerate(self.lengths) if own == length],
+                [row for row, own in enumerate(running) if own == length],
                 ids if suffix is None else torch.cat([ids, suffix], dim=1),
             )
 
@@ -84,17 +92,13 @@ class Sequences:
         longest = max(self.lengths)
         if min(self.lengths) == longest:
             return self._buffer[:, :longest]
-        shift = torch.tensor([longest - length for length in self.lengths], device=self._buffer.device)
-        columns = torch.arange(longest, device=self._buffer.device) - shift[:, None]
+        shift = on_device([[longest - length] for length in self.lengths], self.device)
+        columns = torch.arange(longest, device=self.device) - shift
         return self._buffer.gather(1, columns.clamp_min(0))
 
-    def padded(self, pad_token_id: int) -> Tensor:
-        """All rows from their first token on, ended ones filled with `pad_token_id`, `(B, longest)`."""
-        longest = max(self.lengths)
-        ids = self._buffer[:, :longest].clone()
-        for row, length in enumerate(self.lengths):
-            ids[row, length:] = pad_token_id
-        return ids
+    def padded(self) -> Tensor:
+        """All rows from their first token on, shorter ones padded behind, `(B, longest)`."""
+        return self._buffer[:, : max(self.lengths)].clone()
 
 
 class StopRules:
@@ -102,12 +106,20 @@ class StopRules:
 
     Args:
         criteria: The prepared criteria of `generate`.
+
+    Raises:
+        ValueError: There is none, so that nothing would ever end.
     """
 
     def __init__(self, criteria: StoppingCriteriaList):
+        if not criteria:
+            raise ValueError(
+                "`stopping_criteria` is empty, so decoding would never end. Call `model.generate(custom_generate="
+                "lantern_hf.lantern_generate, max_new_tokens=...)`, or pass a MaxLengthCriteria."
+            )
         self.max_length = min((c.max_length for c in criteria if isinstance(c, MaxLengthCriteria)), default=None)
         self._eos = {
-            int(token) for c in criteria if isinstance(c, EosTokenCriteria) for token in c.eos_token_id.flatten().tolist()
+            token for c in criteria if isinstance(c, EosTokenCriteria) for token in c.eos_token_id.flatten().tolist()
         }
         self._deadline = min(
             (c.initial_timestamp + c.max_time for c in criteria if isinstance(c, MaxTimeCriteria)), default=None
@@ -115,27 +127,31 @@ class StopRules:
         known = (MaxLengthCriteria, EosTokenCriteria, MaxTimeCriteria)
         self._others = StoppingCriteriaList(c for c in criteria if not isinstance(c, known))
 
-    def cut(self, sequences: Sequences, tokens: list[list[int]], device_tokens: Tensor, scores: Callable[[list[int]], Any]) -> list[bool]:
+    def cut(
+        self, sequences: Sequences, tokens: list[list[int]], device_tokens: Tensor, scores: Callable[[list[int]], Any]
+    ) -> list[bool]:
         """Append the round's tokens up to the first that ends its row.
 
         Args:
             sequences: Where the tokens go.
             tokens: New tokens of each row on the host; cut in place to what was appended.
             device_tokens: The same on the device, `(B, A)`.
-            scores: Gives the processed scores that plain decoding passes to criteria, told how many tokens of the round each
-                row has got.
+            scores: Gives the processed scores that plain decoding passes to criteria, told how many tokens of the round
+                each row has got.
 
         Returns:
             Whether each row has ended.
         """
-        ended = [self._first_end(length, row) for length, row in zip(sequences.lengths, tokens, strict=True)]
-        for row, end in enumerate(ended):
+        ends = [self._first_end(length, row) for length, row in zip(sequences.lengths, tokens, strict=True)]
+        for row, end in zip(tokens, ends, strict=True):
             if end is not None:
-                del tokens[row][end:]
+                del row[end:]
+        ended = [end is not None for end in ends]
         if not self._others:
             sequences.append(device_tokens, [len(row) for row in tokens])
-            return [end is not None for end in ended]
-        return self._ask_others(sequences, tokens, device_tokens, scores, [end is not None for end in ended])
+            return ended
+        stopped = self._ask_others(sequences, tokens, device_tokens, scores)
+        return [first or second for first, second in zip(ended, stopped, strict=True)]
 
     def _first_end(self, length: int, tokens: list[int]) -> int | None:
         """How many of the tokens are kept when one of them ends the row, None when none does."""
@@ -147,9 +163,9 @@ class StopRules:
         return None
 
     def _ask_others(
-        self, sequences: Sequences, tokens: list[list[int]], device_tokens: Tensor, scores: Callable[[list[int]], Any], ended: list[bool]
+        self, sequences: Sequences, tokens: list[list[int]], device_tokens: Tensor, scores: Callable[[list[int]], Any]
     ) -> list[bool]:
-        """Append token by token, and ask the user's criteria after each."""
+        """Append token by token, and ask the user's criteria after each; gives the rows that they ended."""
         stopped = [False] * len(tokens)
         for step in range(max(len(row) for row in tokens)):
             growing = [step < len(row) and not stopped[index] for index, row in enumerate(tokens)]
@@ -164,7 +180,7 @@ class StopRules:
                         stopped[row] = stopped[row] or bool(verdict[row])
                         if stopped[row]:
                             del tokens[row][step + 1 :]
-        return [first or second for first, second in zip(ended, stopped, strict=True)]
+        return stopped
 
 
 class ColumnStream:
@@ -181,7 +197,7 @@ class ColumnStream:
         self._rows: list[list[int]] = [[] for _ in sequences.lengths]
         self._sent = 0
         if streamer is not None:
-            streamer.put(sequences.padded(pad_token_id).cpu())
+            streamer.put(sequences.padded().cpu())
 
     def push(self, tokens: list[list[int]], ended: list[bool]) -> None:
         """Take the round's tokens of each row and send the columns that are complete."""

@@ -1,7 +1,7 @@
 """The state of one `lantern_generate` call, and the four steps of a round over it.
 
-Everything a generation knows lives here and dies with it: nothing is kept on the target, so two calls never meet. A round asks the
-device once, in `commit`, for the accepted lengths and tokens together.
+Everything a generation knows lives here and dies with it: nothing is kept on the target, so two calls never meet. A
+round asks the device once, in `commit`, for the accepted lengths and tokens together.
 """
 
 from __future__ import annotations
@@ -10,27 +10,27 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput
 
+from lantern_hf._host import asking_is_free, on_device
 from lantern_hf.acceptance import TreeVerdict, verify_tree_greedy, walk_tree
-from lantern_hf.cache import CACHE_KEYWORD, RaggedCache, decoding_cache, merge_streams, new_dynamic_cache
+from lantern_hf.cache import CACHE_KEYWORD
 from lantern_hf.candidates import CandidateTree
 from lantern_hf.config import LanternConfig
 from lantern_hf.draft import LanternDraftModel
 from lantern_hf.neighbors import NeighborTable
 from lantern_hf.outputs import LanternGenerateOutput, TokenRecorder
 from lantern_hf.processors import NodeProcessors, guide, take_guidance
+from lantern_hf.prompts import prompt_streams, read_prompts
 from lantern_hf.resolve import check_generation, make_generator, resolve_neighbors
 from lantern_hf.sampling import Draws
 from lantern_hf.sequences import ColumnStream, Sequences, StopRules
 from lantern_hf.stats import DecodingStats
 from lantern_hf.targets import adapter_for
 from lantern_hf.targets.attention import attention_argument
-from lantern_hf.targets.base import Prefill
 from lantern_hf.tree import DraftTree
 
 
@@ -51,7 +51,8 @@ class TargetScores(NamedTuple):
 class Session:
     """One generation; arguments as `lantern_generate`.
 
-    B rows generate. Under guidance every one has a second, unconditional stream: R = 2B rows of the cache, conditional first.
+    B rows generate. Under guidance every one has a second, unconditional stream: R = 2B rows of the cache, conditional
+    ones first.
     """
 
     def __init__(
@@ -72,12 +73,12 @@ class Session:
         check_generation(model, generation_config)
         self.model, self.device = model, input_ids.device
         self.adapter = adapter_for(model, input_ids)
-        self.guidance, processors = take_guidance(processors)
-        self._streams = 1 if self.guidance is None else 2
-        self._scale = None if self.guidance is None else self.guidance.scale
+        rows, self._do_sample = len(input_ids), bool(generation_config.do_sample)
+        guidance, processors = take_guidance(processors)
+        self._streams = 1 if guidance is None else 2
+        self._scale = None if guidance is None else guidance.scale
         self._processors = NodeProcessors(processors, self.adapter.vocab_size, self.adapter.columns)
-        self._do_sample = bool(generation_config.do_sample)
-        self._draws = Draws(generator, len(input_ids), self.device)
+        self._draws = Draws(generator, rows, self.device)
         self.candidates, self.config = make_generator(
             assistant, lantern_config, model, self.adapter, processors, self._scale, self._do_sample, self._draws
         )
@@ -86,105 +87,64 @@ class Session:
             self.config, neighbors, self.candidates, self.adapter, self.device
         )
         self._stop = StopRules(criteria)
-        new = 256 if self._stop.max_length is None else self._stop.max_length - input_ids.shape[1]
-        self.sequences = Sequences(input_ids, max(new, 0))
+        new = 256 if self._stop.max_length is None else max(self._stop.max_length - input_ids.shape[1], 0)
         self._pad = _pad_token(generation_config)
+        self.sequences = Sequences(input_ids, new, self._pad)
         self._stream = ColumnStream(streamer, self.sequences, self._pad)
         self._return_dict = bool(generation_config.return_dict_in_generate)
-        self._recorder = TokenRecorder(
-            len(input_ids),
-            scores=self._return_dict and bool(generation_config.output_scores),
-            logits=self._return_dict and bool(generation_config.output_logits),
-            hidden_states=self._return_dict and bool(generation_config.output_hidden_states),
-            expand=self._processors.expand,
-        )
-        self._model_kwargs, self._slots = model_kwargs, input_ids.shape[1] + max(new, 0) + self.tree.num_nodes
+        self._recorder = TokenRecorder.for_call(generation_config, rows, self._processors.expand)
         self._given_cache = model_kwargs.pop(CACHE_KEYWORD, None)
-        self.stats = DecodingStats(len(input_ids), max(self.tree.max_depth, 1))
-        self.ended = [False] * len(input_ids)
-        self._accepted = [0] * len(input_ids)
-        self._ways = [way[1:] for way in _ways_to_nodes(self.candidates.tree)]
+        self._prompts = prompt_streams(self.adapter, input_ids, guidance, model_kwargs)
+        self._room = new + self.tree.num_nodes
+        self.stats = DecodingStats(rows, max(self.tree.max_depth, 1))
+        self._accepted = [0] * rows
+        self._node_scores: Tensor | None = None
+        self._ways = [way.to(self.device) for way in _ways_to_nodes(self.candidates.tree)]
 
     @property
     def rows(self) -> int:
         """B."""
-        return len(self.ended)
+        return self.sequences.num_rows
+
+    @property
+    def ended(self) -> list[bool]:
+        """Whether each row has ended."""
+        return self.sequences.ended
 
     @property
     def finished(self) -> bool:
         """Whether every row has ended."""
         return all(self.ended)
 
-    # ---- prompt ------------------------------------------------------------------------------------------------------------
+    # ---- prompt
+    # ------------------------------------------------------------------------------------------------------------
 
     def prefill(self) -> None:
         """Read the prompts of both streams and decide the first token."""
-        slots = self._slots + self._unconditional_surplus()
-        cache, direct = decoding_cache(
-            self._given_cache, self.adapter.text_config, slots=slots, guided=self.guidance is not None
-        )
-        prompts, caches = [], []
-        for input_ids, kwargs in self._prompts():
-            caches.append(cache if direct else new_dynamic_cache(self.adapter.text_config))
-            all_layers = self._recorder.wanted["hidden_states"]
-            prompts.append(self.adapter.prefill(input_ids, caches[-1], all_layers=all_layers, **kwargs))
-        widths = [prompt.hidden_states.shape[1] for prompt in prompts]
-        if not direct:
-            merge_streams(caches, widths, cache)
-        self._prompt = _stack(prompts, max(widths))
-        mask = self._prompt.mask
-        self._cache = RaggedCache(
-            cache,
-            self.rows * self._streams,
-            self.device,
-            width=max(widths),
-            padding=None if mask is None else ~mask,
+        self._prompt, self._cache, layers = read_prompts(
+            self.adapter,
+            self._prompts,
+            self._given_cache,
+            room=self._room,
+            all_layers=self._recorder.wanted["hidden_states"],
+            device=self.device,
         )
         self._new_hidden, self._new_positions = self._prompt.hidden_states, self._prompt.position_ids
         self._root_positions = self._prompt.position_ids[:, -1] + 1
-        self._first_token(prompts[0])
+        self._first_token(layers)
 
-    def _prompts(self) -> list[tuple[Tensor, dict[str, Any]]]:
-        """Ids and model arguments of each stream."""
-        input_ids = self.sequences.padded(self._pad)
-        kwargs = {key: value for key, value in self._model_kwargs.items() if key not in ("use_cache", "logits_to_keep")}
-        prompts = [(input_ids, kwargs)]
-        if self.guidance is not None:
-            ids, mask = self._unconditional(input_ids, kwargs.get("attention_mask"))
-            prompts.append((ids, {} if mask is None else {"attention_mask": mask}))
-        return prompts
-
-    def _unconditional(self, input_ids: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The unconditional prompts, one for each row."""
-        assert self.guidance is not None
-        ids, own_mask = self.guidance.input_ids, self.guidance.attention_mask
-        if ids is None:
-            ids, own_mask = self.adapter.unconditional(input_ids, mask)
-        if self.rows % len(ids):
-            raise ValueError(
-                f"`negative_prompt_ids` has {len(ids)} rows for {self.rows} sequences. Pass one row per prompt, or a single one."
-            )
-        repeats = self.rows // len(ids)
-        ids = ids.to(self.device).repeat_interleave(repeats, 0)
-        return ids, None if own_mask is None else own_mask.to(self.device).repeat_interleave(repeats, 0)
-
-    def _unconditional_surplus(self) -> int:
-        """How much longer the unconditional prompt is than the conditional one."""
-        if self.guidance is None or self.guidance.input_ids is None:
-            return 0
-        return max(0, self.guidance.input_ids.shape[1] - self.sequences.prompt_length)
-
-    def _first_token(self, conditional: Prefill) -> None:
+    def _first_token(self, prompt_layers: tuple[Tensor, ...] | None) -> None:
         """Decide the first token from the prompt alone, as plain decoding does."""
         last = self._prompt.hidden_states[:, -1:]
         root = torch.zeros(self.rows, dtype=torch.long, device=self.device)
-        self._node_ids, self._node_scores = root[:, None], None
+        self._node_ids = root[:, None]
         self._target = TargetScores(last, self.adapter.logits(last).to(self.device), None)
         probs = self._probs_at(root, [root])
-        self._recorder.replace("hidden_states", conditional.all_layers)  # plain decoding gives those of the whole prompt here
+        self._recorder.replace("hidden_states", prompt_layers)  # plain decoding gives those of the whole prompt here
         self._emit(TreeVerdict(root[:, None], root, probs, probs.new_zeros(self.rows)))
 
-    # ---- a round -----------------------------------------------------------------------------------------------------------
+    # ---- a round
+    # -----------------------------------------------------------------------------------------------------------
 
     def draft(self) -> None:
         """Ask the generator for a tree."""
@@ -194,7 +154,7 @@ class Session:
         if first:
             kwargs |= {"attention_mask": self._prompt.mask, "prompt_embeds": self._prompt.embeds}
         ids, scores = self.candidates.get_candidates(
-            self._context,
+            self._context,  # type: ignore[arg-type]
             model_kwargs=kwargs,
             model_outputs=ModelOutput(hidden_states=(self._new_hidden,)),
             is_first_iteration=first,
@@ -217,7 +177,6 @@ class Session:
 
     def accept(self) -> TreeVerdict:
         """Choose the path to keep and the distribution of the token after it."""
-        uniforms = self._draws.uniform(self.tree.num_nodes)
         relaxed_greedy = not self._do_sample and not self._relaxation.strict
         dense = self._score_nodes() if relaxed_greedy or self.candidates.requires_target_scores else None
         self._node_scores = dense
@@ -236,12 +195,18 @@ class Session:
             for depth in range(verdict.path.shape[1]):  # only to record what was asked for
                 self._probs_at(verdict.path[:, depth].clamp_min(0), [])
             return verdict
+        # Greedy decoding leaves the random state alone: any draw accepts a token of probability 1, and none one of 0.
+        draws = (
+            self._draws.uniform(self.tree.num_nodes)
+            if self._do_sample
+            else torch.zeros_like(columns, dtype=torch.float)
+        )
         return walk_tree(
             self.tree,
             columns,
             self._probs_at,
             self._draft_probs,
-            uniforms,
+            draws,
             neighbors=self._neighbors,
             relaxation=self._relaxation,
             residual=self.config.residual,
@@ -249,7 +214,7 @@ class Session:
         )
 
     def commit(self, verdict: TreeVerdict) -> None:
-        """Emit the accepted tokens up to the first stop, keep their keys and values, and forget the rest of the tree."""
+        """Emit the accepted tokens up to the first stop, keep their keys and values, forget the rest of the tree."""
         counts = self._emit(verdict)
         path = verdict.path.clamp_min(0)
         nodes = path.repeat(self._streams, 1)
@@ -258,7 +223,7 @@ class Session:
         self._new_hidden = hidden.gather(1, index)
         self._new_positions = self._root_positions[:, None] + torch.arange(width, device=self.device)
         self._cache.keep(path if self.rows == 1 else nodes, counts * self._streams)
-        self._root_positions = self._root_positions + torch.tensor(counts * self._streams, device=self.device)
+        self._root_positions = self._root_positions + on_device(counts * self._streams, self.device)
         scores = self._node_scores if self.candidates.requires_target_scores else None
         self.candidates.update_candidate_strategy(self._context, scores, verdict.accepted_length, verdict.path)
 
@@ -269,14 +234,28 @@ class Session:
         if self._node_scores is not None:
             scores = self._node_scores[rows[: self.rows], node]
         else:
-            on_path = [self._node_ids.gather(1, step[:, None]) for step in path[1:]]
-            suffix = torch.cat(on_path, dim=1) if on_path else self._node_ids[:, :0]
+            suffix = self._tokens_on(path[1:]) if self._processors.needs_prefix else None
             scores = self._processors(self.sequences, suffix, guide(raw, self._scale))
         layers = self._target.layers
         if layers is not None:
-            layers = tuple(layer[rows[: self.rows].to(layer.device), node.to(layer.device)][:, None] for layer in layers)
+            layers = tuple(
+                layer[rows[: self.rows].to(layer.device), node.to(layer.device)][:, None] for layer in layers
+            )
         self._recorder.step(scores=scores, logits=raw[: self.rows], hidden_states=layers)
         return self._distribution(scores)
+
+    def _tokens_on(self, path: list[Tensor]) -> Tensor:
+        """Tokens of a path's nodes, each node given as `(B,)`: `(B, T)`.
+
+        A row that stopped earlier repeats its last node, and processors may not know such a sequence (a trie allows
+        nothing behind it). Its answer is not read, so it shows the first path of that length.
+        """
+        if not path:
+            return self._node_ids[:, :0]
+        nodes, length = torch.stack(path, dim=1), len(path)
+        goes_on = self.tree.depths[nodes[:, -1:]] == length
+        first = self.tree.paths[(self.tree.paths[:, length] >= 0).long().argmax(), 1 : length + 1]
+        return self._node_ids.gather(1, torch.where(goes_on, nodes, first))
 
     def _distribution(self, scores: Tensor) -> Tensor:
         """What the next token is drawn from: the softmax, or all mass on the best token when greedy."""
@@ -287,14 +266,12 @@ class Session:
     def _score_nodes(self) -> Tensor:
         """Processed scores of every node, `(B, N, C)`."""
         guided = guide(self._target.logits, self._scale)
-        return self._processors.nodes(self.sequences, [self._node_ids[:, way] for way in self._ways], guided)
+        return self._processors.nodes(self.sequences, (self._node_ids[:, way] for way in self._ways), guided)
 
     def _emit(self, verdict: TreeVerdict) -> list[int]:
         """Bring a round's tokens to the host, end rows, and hand the tokens on; gives how many each row got."""
-        if self._do_sample:
-            chosen = self._draws.race(verdict.next_probs, 1)[0][:, 0]
-        else:
-            chosen = verdict.next_probs.argmax(-1)
+        probs = verdict.next_probs
+        chosen = self._draws.race(probs, 1)[0][:, 0] if self._do_sample else probs.argmax(-1)
         accepted = verdict.accepted_length[:, None]
         tokens = self._node_ids.gather(1, verdict.path[:, 1:].clamp_min(0))
         tokens = torch.nn.functional.pad(tokens, (0, 1)).scatter(1, accepted, self.adapter.token_ids(chosen)[:, None])
@@ -305,7 +282,7 @@ class Session:
         ended = self._stop.cut(self.sequences, new, tokens, self._recorder.so_far)
         counts = [len(row) for row in new]
         self._recorder.emit(counts)
-        self.ended = [before or now for before, now in zip(self.ended, ended, strict=True)]
+        self.sequences.ended = [before or now for before, now in zip(self.ended, ended, strict=True)]
         self._stream.push(new, self.ended)
         self._accepted = [count - 1 for count in counts]
         self._count(verdict, counts, active)
@@ -316,22 +293,24 @@ class Session:
         if self.stats.prefill_passes == 0:
             self.stats.add_prefill()
             return
+        last = verdict.path.gather(1, verdict.accepted_length[:, None]).squeeze(1)
         self.stats.add_round(
             verdict.accepted_length,
             verdict.relaxed_tv,
             drafted_nodes=self.tree.num_nodes - 1,
-            new_tokens=torch.tensor(counts, device=self.device),
-            active=torch.tensor(active, device=self.device),
+            new_tokens=on_device(counts, self.device),
+            tested_depth=verdict.accepted_length + (self.tree.children[last] >= 0).any(1),
+            active=on_device(active, self.device),
         )
 
     def result(self) -> LanternGenerateOutput | Tensor:
         """Close the stream and give what `generate` returns."""
         self._stream.end()
-        sequences = self.sequences.padded(self._pad)
+        sequences = self.sequences.padded()
         if not self._return_dict:
             return sequences
         return LanternGenerateOutput(
-            sequences=sequences,
+            sequences=sequences,  # type: ignore[arg-type]
             scores=self._recorder.result("scores"),
             logits=self._recorder.result("logits"),
             hidden_states=self._recorder.result("hidden_states"),
@@ -340,15 +319,9 @@ class Session:
         )
 
 
-def _ways_to_nodes(tree: DraftTree) -> list[list[int]]:
-    """Node ids from the root to every node, both included."""
-    node_of = {path: node for node, path in enumerate(tree.choices, start=1)}
-    return [[0]] + [[0, *(node_of[path[:depth]] for depth in range(1, len(path) + 1))] for path in tree.choices]
-
-
-def asking_is_free(device: torch.device) -> bool:
-    """Whether reading a tensor on the host costs nothing, so that a walk may stop when no row goes on."""
-    return device.type == "cpu"
+def _ways_to_nodes(tree: DraftTree) -> list[Tensor]:
+    """Node ids on the way from the root to every node, the root left out."""
+    return [line.nonzero().flatten()[1:] for line in tree.mask]
 
 
 def _pad_token(config: GenerationConfig) -> int:
@@ -357,24 +330,3 @@ def _pad_token(config: GenerationConfig) -> int:
     if prepared is not None:
         return int(prepared.flatten()[0])
     return 0 if config.pad_token_id is None else int(config.pad_token_id)
-
-
-def _stack(prompts: list[Prefill], width: int) -> Prefill:
-    """Stack the prompts of the streams, shorter ones padded on the left."""
-    padded = []
-    for prompt in prompts:
-        rows, length = prompt.hidden_states.shape[:2]
-        missing = width - length
-        mask = prompt.mask
-        if mask is None:
-            mask = torch.ones(rows, length, dtype=torch.bool, device=prompt.position_ids.device)
-        padded.append(
-            Prefill(
-                F.pad(prompt.hidden_states, (0, 0, missing, 0)),
-                F.pad(prompt.embeds, (0, 0, missing, 0)),
-                F.pad(prompt.position_ids, (missing, 0)),
-                F.pad(mask, (missing, 0), value=False),
-            )
-        )
-    fields = [torch.cat(column) for column in zip(*((p.hidden_states, p.embeds, p.position_ids, p.mask) for p in padded), strict=True)]
-    return Prefill(*fields)

@@ -1,8 +1,8 @@
 """`lantern_generate`: draft a tree, score it in one pass of the target, accept a path, commit it.
 
-The loop behind `model.generate`. It composes the parts and knows none of their insides: which family the target is of is the
-adapter's business, what drafts is the generator's, what is accepted is `acceptance.py`'s, how a cache keeps a path is
-`cache.py`'s.
+The loop behind `model.generate`. It composes the parts and knows none of their insides: which family the target is of
+is the adapter's business, what drafts is the generator's, what is accepted is `acceptance.py`'s, how a cache keeps a
+path is `cache.py`'s.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ def lantern_generate(
         logits_processor: Processors as `generate` prepares them. Guidance is taken over, the others run on every node.
         stopping_criteria: Criteria as `generate` prepares them; the first hit ends a row exactly there.
         generation_config: Settings as `generate` prepares them.
-        assistant: Draft head, its local folder or Hub id, or any `CandidateTree`. None decodes plainly, one token a pass, with
-            guidance in one batch.
+        assistant: Draft head, its local folder or Hub id, or any `CandidateTree`. None decodes plainly, one token a
+            pass, with guidance in one batch.
         lantern_config: Tree and acceptance rule. Default: the head's own, or LANTERN++ with 10 neighbours and `lam=2`.
         neighbors: Neighbour table. Default: the head's, or one made from a codebook that the target holds.
         generator: Source of every draw, or one per row. Default: the global one.
-        lantern_streamer: Receives the prompt and then one `(B,)` column a token. (`generate` keeps `streamer=` to itself when
-            it is given a callable; an attached model passes it on.)
+        lantern_streamer: Receives the prompt and then one `(B,)` column a token. (`generate` keeps `streamer=` to
+            itself when it is given a callable; an attached model passes it on.)
         on_round: Called with the decoding state after every round, as `on_round(session)`; for progress bars.
         **model_kwargs: What `generate` passes to the model.
 
@@ -63,8 +63,8 @@ def lantern_generate(
         Sequences `(B, S + new)` int64, or `LanternGenerateOutput` with `return_dict_in_generate`.
 
     Raises:
-        ValueError: Something that cannot work: beams, an encoder-decoder, a cache that keeps no path, a head, table or tree that
-            does not fit. Nothing has run by then.
+        ValueError: Something that cannot work: beams, an encoder-decoder, a cache that keeps no path, a head, table or
+            tree that does not fit. Nothing has run by then.
     """
     session = Session(
         model,

@@ -8,7 +8,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
-from transformers import ChameleonConfig, ChameleonForConditionalGeneration, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    ChameleonConfig,
+    ChameleonForConditionalGeneration,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 
 from lantern_hf import LanternDraftModel, LlamaGenConfig, LlamaGenForConditionalGeneration, NeighborTable
 
@@ -102,8 +108,8 @@ def tiny_head(target: PreTrainedModel, **overrides) -> LanternDraftModel:
 
 
 def prompt(target: PreTrainedModel, rows: int = 1, seed: int = 0, guidance: bool = False) -> dict[str, torch.Tensor]:
-    """Arguments of `generate` for prompts of unequal length, padded on the left; `guidance` adds the unconditional prompt."""
-    generator = torch.Generator().manual_seed(seed)
+    """Arguments of `generate` for prompts of unequal length, padded on the left; `guidance` adds the unconditional
+    prompt.""" generator = torch.Generator().manual_seed(seed)
     length = 6
     mask = torch.ones(rows, length, dtype=torch.long)
     for row in range(rows):
@@ -114,7 +120,9 @@ def prompt(target: PreTrainedModel, rows: int = 1, seed: int = 0, guidance: bool
         negative = {"negative_prompt_ids": target.unconditional_ids(rows), "negative_prompt_attention_mask": mask}
         return inputs | (negative if guidance else {})
     low, high = (32, 48) if target.config.model_type == "chameleon" else (2, 40)
-    ids = torch.randint(low, high, (rows, length), generator=generator).masked_fill(mask == 0, target.config.pad_token_id)
+    ids = torch.randint(low, high, (rows, length), generator=generator).masked_fill(
+        mask == 0, target.config.pad_token_id
+    )
     inputs = {"input_ids": ids, "attention_mask": mask}
     return inputs | ({"negative_prompt_ids": ids[:, -3:]} if guidance else {})
 

@@ -2,8 +2,8 @@
 
     python examples/emoji/emoji_data.py --out runs/emoji64.npz        # npm + resvg, about a minute
 
-The art is Noto (Apache-2.0) and Fluent (MIT). Each npm package holds one `icons.json`, whose names are CLDR slugs such as
-`face-with-tears-of-joy`, so that every picture comes with real text.
+The art is Noto (Apache-2.0) and Fluent (MIT). Each npm package holds one `icons.json`, whose names are CLDR slugs such
+as `face-with-tears-of-joy`, so that every picture comes with real text.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class EmojiSet:
         images: `(M, 64, 64, 3)` uint8 RGB on white.
         captions: `(M,)` the concept, in lower-case words.
         styles: `(M,)` the style word of each picture.
-        held_out: `(M,)` bool; True for the concepts kept out of training (a concept recurs in several styles, so a split by
-            picture would leak).
+        held_out: `(M,)` bool; True for the concepts kept out of training (a concept recurs in several styles, so a
+            split by picture would leak).
     """
 
     images: np.ndarray
@@ -81,7 +81,10 @@ def _svgs(root: Path, package: str) -> Iterator[tuple[str, str]]:
     for name, icon in icons["icons"].items():
         if icon.get("hidden") or _is_skin_tone(name, names):
             continue
-        box = [icon.get(key, icons.get(key, default)) for key, default in zip(("left", "top", "width", "height"), (0, 0, 16, 16), strict=True)]
+        box = [
+            icon.get(key, icons.get(key, default))
+            for key, default in zip(("left", "top", "width", "height"), (0, 0, 16, 16), strict=True)
+        ]
         view = " ".join(str(value) for value in box)
         yield (
             name,
@@ -108,7 +111,9 @@ def build(out: Path) -> None:
     images, captions, styles = [], [], []
     with tempfile.TemporaryDirectory() as folder:
         wanted = [f"@iconify-json/{name}@{version}" for name, (version, _) in PACKAGES.items()]
-        subprocess.run(["npm", "install", "--no-audit", "--no-fund", "--ignore-scripts", *wanted], cwd=folder, check=True)
+        subprocess.run(
+            ["npm", "install", "--no-audit", "--no-fund", "--ignore-scripts", *wanted], cwd=folder, check=True
+        )
         for package, (_, style) in PACKAGES.items():
             for name, svg in tqdm(list(_svgs(Path(folder), package)), desc=package):
                 picture = _render(svg)

@@ -13,7 +13,7 @@ PREFIX_LENGTH = 16
 
 
 def build_tokenizer(captions: list[str], styles: list[str]) -> PreTrainedTokenizerFast:
-    """One id per word of the training captions; unknown words share `<unk>`. Pads on the left, as LlamaGen's prefix does."""
+    """One id per word of the training captions, `<unk>` for others; pads on the left, as LlamaGen's prefix does."""
     words = sorted({word for text in [*captions, *styles] for word in text.lower().split()})
     tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(["<pad>", "<unk>", *words])}, unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])

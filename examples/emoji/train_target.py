@@ -1,6 +1,6 @@
 """Train the emoji LlamaGen and its text encoder jointly, on codes of the VQ model.
 
-    python examples/emoji/train_target.py --data runs/emoji64.npz --vq runs/vq/vq --out runs/target
+    python examples/emoji/train_target.py --data runs/emoji64.npz --vq runs/vq --out runs/target
 
 Deep and narrow, so that the target costs many layers against the draft head's one, as at real size. Hidden matrices are
 trained with Muon, everything else with AdamW; one caption in ten is replaced by the unconditional prefix.
@@ -20,7 +20,7 @@ from emoji_data import EmojiSet, load_emoji
 from emoji_text import PREFIX_LENGTH, build_text_encoder, build_tokenizer, encode_prompts, training_prompt
 from torch import Tensor, nn
 from tqdm import tqdm
-from train_vq import to_pixels
+from train_vq import reconstruct, to_pixels
 from transformers import PreTrainedTokenizerFast, T5EncoderModel
 
 from lantern_hf.models.configuration_llamagen import LlamaGenConfig
@@ -38,7 +38,7 @@ def build_target(num_codes: int, layers: int, hidden: int, caption_dim: int) -> 
         intermediate_size=hidden * 8 // 3,
         num_hidden_layers=layers,
         num_attention_heads=hidden // 32,
-        attn_implementation="sdpa",
+        attn_implementation="eager",  # compiled, its backward is faster on a CPU than that of bfloat16 sdpa
     )
     model = LlamaGenForConditionalGeneration(config)
     for layer in model.model.layers:  # residual branches start small, the deeper the smaller
@@ -48,12 +48,14 @@ def build_target(num_codes: int, layers: int, hidden: int, caption_dim: int) -> 
 
 
 @torch.no_grad()
-def encode_images(vq: VQModel, images: np.ndarray) -> Tensor:
-    """Codes of every picture, `(M, 256)` int64."""
+def encode_images(vq_folder: Path, images: np.ndarray) -> Tensor:
+    """Codes of every picture, `(M, 256)` int64, chosen with the prices the VQ model was trained with."""
+    vq = VQModel.from_pretrained(vq_folder / "vq").eval()
+    prices = torch.load(vq_folder / "prices.pt", weights_only=True)
     codes = []
     for start in range(0, len(images), 64):
-        latents = vq.quant_conv(vq.encoder(to_pixels(images[start : start + 64])))
-        codes.append(vq.quantize(latents)[2][2].view(len(latents), -1))
+        batch = images[start : start + 64]
+        codes.append(reconstruct(vq, to_pixels(batch), prices["bits"], prices["price"])[2].view(len(batch), -1))
     return torch.cat(codes)
 
 
@@ -66,7 +68,9 @@ class TextToCodes(nn.Module):
         tokenizer: Word tokenizer of the captions.
     """
 
-    def __init__(self, encoder: T5EncoderModel, target: LlamaGenForConditionalGeneration, tokenizer: PreTrainedTokenizerFast):
+    def __init__(
+        self, encoder: T5EncoderModel, target: LlamaGenForConditionalGeneration, tokenizer: PreTrainedTokenizerFast
+    ):
         super().__init__()
         self.encoder, self.target, self.tokenizer = encoder, target, tokenizer
 
@@ -112,12 +116,14 @@ def validate(model: TextToCodes, captions: list[str], codes: Tensor, bf16: bool)
 def train(args: argparse.Namespace) -> None:
     torch.manual_seed(args.seed)
     emoji: EmojiSet = load_emoji(args.data, args.styles)
-    vq = VQModel.from_pretrained(args.vq).eval()
-    codes = encode_images(vq, emoji.images)
-    seen, held_out = torch.from_numpy(~emoji.held_out).nonzero().flatten(), torch.from_numpy(emoji.held_out).nonzero().flatten()
+    codes = encode_images(args.vq, emoji.images)
+    seen, held_out = (
+        torch.from_numpy(~emoji.held_out).nonzero().flatten(),
+        torch.from_numpy(emoji.held_out).nonzero().flatten(),
+    )
     tokenizer = build_tokenizer([str(c) for c in emoji.captions[~emoji.held_out]], args.styles)
     encoder = build_text_encoder(len(tokenizer))
-    target = build_target(vq.config.num_vq_embeddings, args.layers, args.hidden, encoder.config.d_model)
+    target = build_target(args.num_codes, args.layers, args.hidden, encoder.config.d_model)
     model = TextToCodes(encoder, target, tokenizer)
     optimizers = build_optimizers(model, args.lr)
     step, elapsed, checkpoint_path = 0, 0.0, args.out / "checkpoint.pt"
@@ -127,6 +133,10 @@ def train(args: argparse.Namespace) -> None:
             optimizer.load_state_dict(saved)
         step, elapsed = state["step"], state["seconds"]
     if args.compile:
+        with (
+            torch.no_grad()
+        ):  # the rotary table is made on first use; made here, it is a constant of the compiled graph
+            target(target.unconditional_ids(1))
         target.model.compile(dynamic=False)
     log = LossLog(args.out / "log.jsonl", elapsed)
     bar = tqdm(range(step, args.steps), initial=step, total=args.steps, desc="target", mininterval=10)
@@ -152,24 +162,30 @@ def train(args: argparse.Namespace) -> None:
         last = step + 1 == args.steps
         if (step + 1) % args.save_every == 0 or last:
             subset = held_out if last else held_out[:96]
-            log.write(step=step + 1, **validate(model, [str(emoji.captions[i]) for i in subset.tolist()], codes[subset], args.bf16))
+            log.write(
+                step=step + 1,
+                **validate(model, [str(emoji.captions[i]) for i in subset.tolist()], codes[subset], args.bf16),
+            )
             state = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers], "step": step + 1}
             save_checkpoint(checkpoint_path, state | {"seconds": log.elapsed})
     target.save_pretrained(args.out / "transformer")
     encoder.save_pretrained(args.out / "text_encoder")
     tokenizer.save_pretrained(args.out / "tokenizer")
-    print(f"{log.elapsed / 60:.1f} min, {sum(p.numel() for p in target.parameters()) / 1e6:.2f}M parameters in the target")
+    print(
+        f"{log.elapsed / 60:.1f} min, {sum(p.numel() for p in target.parameters()) / 1e6:.2f}M parameters in the target"
+    )
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=Path("runs/emoji64.npz"))
-    parser.add_argument("--vq", type=Path, default=Path("runs/vq/vq"))
+    parser.add_argument("--vq", type=Path, default=Path("runs/vq"))
     parser.add_argument("--out", type=Path, default=Path("runs/target"))
     parser.add_argument("--styles", nargs="*", default=["noto", "fluent flat"])
-    parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--hidden", type=int, default=192)
-    parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument("--num-codes", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--hidden", type=int, default=160)
+    parser.add_argument("--steps", type=int, default=3200)
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)

@@ -10,9 +10,10 @@ from lantern_hf.models.rotary import PREFIX_ROTATIONS
 class LlamaGenConfig(LlamaConfig):
     """Configuration of `LlamaGenForConditionalGeneration` (LlamaGen, arXiv 2406.06525).
 
-    Token ids `0 .. codebook_size - 1` are VQ codes. The ids after them stand for the prefix and are never generated: with text
-    conditioning `caption_token_id` (filled from `caption_embeds`) and `uncond_token_id` (filled from the learned
-    unconditional embedding); with class conditioning `codebook_size + c` for class c, the last of them unconditional.
+    Token ids `0 .. codebook_size - 1` are VQ codes. The ids after them stand for the prefix and are never generated:
+    with text conditioning `caption_token_id` (filled from `caption_embeds`) and `uncond_token_id` (filled from the
+    learned unconditional embedding); with class conditioning `codebook_size + c` for class c, the last of them
+    unconditional.
 
     Args:
         codebook_size: Codes of the VQ model, K.
@@ -55,7 +56,9 @@ class LlamaGenConfig(LlamaConfig):
         if self.conditioning not in ("text", "class"):
             raise ValueError(f"`conditioning` must be 'text' or 'class', got {self.conditioning!r}.")
         if self.prefix_rotation not in PREFIX_ROTATIONS:
-            raise ValueError(f"`prefix_rotation` must be one of {list(PREFIX_ROTATIONS)}, got {self.prefix_rotation!r}.")
+            raise ValueError(
+                f"`prefix_rotation` must be one of {list(PREFIX_ROTATIONS)}, got {self.prefix_rotation!r}."
+            )
         if len(self.grid_size) != 2 or min(self.grid_size) < 1:
             raise ValueError(f"`grid_size` must be [height, width] in tokens, both at least 1, got {self.grid_size}.")
 

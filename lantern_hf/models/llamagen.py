@@ -8,7 +8,13 @@ rotates halves; `convert_published_state_dict` reorders the rows of the query an
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForCausalLM, GenerationMixin, LlamaModel
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    GenerationMixin,
+    LlamaModel,
+    PreTrainedModel,  # noqa: F401  diffusers asks this module for it when it loads a pipeline's transformer
+)
 from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
@@ -33,7 +39,7 @@ class LlamaGenRotaryEmbedding(nn.Module):
         )
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return `(cos, sin)`, each `(B, S, head_dim)` in x's dtype, both halves alike as Llama's rotation wants them."""
+        """Return `(cos, sin)`, each `(B, S, head_dim)` in x's dtype, both halves alike as Llama's rotation wants."""
         cos, sin = self.table(position_ids.to(x.device))
         return torch.cat([cos, cos], -1).to(x.dtype), torch.cat([sin, sin], -1).to(x.dtype)
 
@@ -56,7 +62,7 @@ class LlamaGenPrefix(nn.Module):
 
     def project(self, features: Tensor) -> Tensor:
         """Project caption features `(..., caption_dim)` to `(..., hidden_size)`."""
-        return self.fc2(F.gelu(self.fc1(features), approximate="tanh"))
+        return self.fc2(F.gelu(self.fc1(features.to(self.fc1.weight.dtype)), approximate="tanh"))
 
 
 class LlamaGenPreTrainedModel(LlamaPreTrainedModel):
@@ -127,8 +133,9 @@ class LlamaGenModel(LlamaGenPreTrainedModel, LlamaModel):
         columns = features.shape[1]
         if columns > input_ids.shape[1] or features.shape[-1] != self.config.caption_dim:
             raise ValueError(
-                f"`caption_embeds` is {tuple(features.shape)}, but `input_ids` has {input_ids.shape[1]} columns and this model "
-                f"takes features of width {self.config.caption_dim}. Pass one feature vector for each prefix position."
+                f"`caption_embeds` is {tuple(features.shape)}, but `input_ids` has {input_ids.shape[1]} columns and "
+                f"this model takes features of width {self.config.caption_dim}. Pass one feature vector for each "
+                "prefix position."
             )
         embeds = self._embed_uncond(embeds, input_ids, position_ids)
         caption = F.pad(self.prefix.project(features), (0, 0, 0, input_ids.shape[1] - columns)).to(embeds.dtype)
@@ -146,8 +153,8 @@ class LlamaGenModel(LlamaGenPreTrainedModel, LlamaModel):
     ) -> BaseModelOutputWithPast:
         """Run the decoder; arguments as `transformers.LlamaModel.forward`, plus `caption_embeds` (see `embed`).
 
-        Positions count columns, padding included: the prefix is padded on the left to `prefix_length`, so that the first code
-        always stands at position `prefix_length`, as in the published model.
+        Positions count columns, padding included: the prefix is padded on the left to `prefix_length`, so that the
+        first code always stands at position `prefix_length`, as in the published model.
         """
         if inputs_embeds is None:
             if position_ids is None:
@@ -166,8 +173,10 @@ class LlamaGenModel(LlamaGenPreTrainedModel, LlamaModel):
 class LlamaGenForConditionalGeneration(LlamaGenPreTrainedModel, GenerationMixin):
     """LlamaGen with its output layer; `generate` draws images as code sequences.
 
-    Text: `generate(input_ids=model.caption_ids(B), attention_mask=mask, caption_embeds=features, max_new_tokens=h * w)`.
-    Class: `generate(input_ids=codebook_size + classes[:, None], max_new_tokens=h * w)`. For classifier-free guidance add
+    Text: `generate(input_ids=model.caption_ids(B), attention_mask=mask, caption_embeds=features, max_new_tokens=h *
+        w)`.
+    Class: `generate(input_ids=codebook_size + classes[:, None], max_new_tokens=h * w)`. For classifier-free guidance
+        add
     `guidance_scale=s, negative_prompt_ids=model.unconditional_ids(B), negative_prompt_attention_mask=mask`.
 
     Args:
@@ -227,13 +236,14 @@ class LlamaGenForConditionalGeneration(LlamaGenPreTrainedModel, GenerationMixin)
             cache: Keys and values of earlier positions.
             inputs_embeds: Embeddings in place of ids, `(B, S, hidden_size)`.
             caption_embeds: Caption features of the caption placeholders, `(B, S_c, caption_dim)`.
-            labels: Next-token targets, `(B, S)`, -100 where there is none (shifted inside, as elsewhere in transformers).
+            labels: Next-token targets, `(B, S)`, -100 where there is none (shifted inside, as elsewhere in
+                transformers).
             logits_to_keep: Compute logits of the last so many positions only; 0 for all.
             **kwargs: Passed to `transformers.LlamaModel.forward`.
 
         Returns:
-            Logits `(B, S, vocab_size)`; prefix ids, which are never generated, hold the dtype's minimum. `hidden_states[-1]`
-            is what the output layer reads.
+            Logits `(B, S, vocab_size)`; prefix ids, which are never generated, hold the dtype's minimum.
+            `hidden_states[-1]` is what the output layer reads.
         """
         outputs = self.model(
             input_ids=input_ids,

@@ -29,8 +29,8 @@ def adapter_class(model: PreTrainedModel) -> type[TargetAdapter]:
         if adapter.matches(model):
             return adapter
     raise ValueError(
-        f"{type(model).__name__} is served by no target family ({', '.join(a.family for a in ADAPTERS)}). Tree decoding needs a "
-        "decoder-only model with an output layer; see docs/concepts.md."
+        f"{type(model).__name__} is served by no target family ({', '.join(a.family for a in ADAPTERS)}). Tree "
+        "decoding needs a decoder-only model with an output layer; see docs/concepts.md."
     )
 
 
@@ -57,11 +57,13 @@ def check_target(model: PreTrainedModel) -> None:
     if reason := _REASONS.get(config.model_type):
         raise ValueError(f"{name} cannot be decoded with a tree: {reason}. Use its own `generate`.")
     if config.is_encoder_decoder:
-        raise ValueError(f"{name} is an encoder-decoder; tree decoding serves decoder-only models. Use its own `generate`.")
+        raise ValueError(
+            f"{name} is an encoder-decoder; tree decoding serves decoder-only models. Use its own `generate`."
+        )
     text = config.get_text_config()
     kinds = sorted(set(getattr(text, "layer_types", None) or ["full_attention"]) - {"full_attention"})
     if kinds:
         raise ValueError(
-            f"{name} has layers of type {', '.join(kinds)}; only full attention can keep an arbitrary path of a tree in its cache. "
-            "Use its own `generate`."
+            f"{name} has layers of type {', '.join(kinds)}; only full attention can keep an arbitrary path of a tree "
+            "in its cache. Use its own `generate`."
         )

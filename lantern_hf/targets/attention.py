@@ -20,8 +20,8 @@ def attention_argument(mask: Tensor | None, implementation: str, dtype: torch.dt
         dtype: Dtype of the queries.
 
     Returns:
-        The bool mask for sdpa, an additive one for eager (which adds the mask, so that a bool would be read as 0 or 1), a
-        `BlockMask` for flex attention.
+        The bool mask for sdpa, an additive one for eager (which adds the mask, so that a bool would be read as 0 or 1),
+        a `BlockMask` for flex attention.
 
     Raises:
         ValueError: An implementation that takes no arbitrary mask.
@@ -52,8 +52,8 @@ def _block_mask(mask: Tensor) -> Any:
 def tree_attention(model: PreTrainedModel) -> Iterator[str]:
     """Give the implementation for tree passes, flash attention replaced by sdpa until the context ends.
 
-    The two read the same cache, so switching mid-sequence is exact. It is a write to the model's configuration: two threads
-    must not decode on one flash-attention model at a time.
+    The two read the same cache, so switching mid-sequence is exact. It is a write to the model's configuration: two
+    threads must not decode on one flash-attention model at a time.
     """
     implementation = model.config.get_text_config()._attn_implementation or "eager"
     if "flash" not in implementation:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
@@ -44,7 +44,7 @@ class TargetAdapter:
     Attributes:
         family: Name of the family.
         has_codebook: Whether the family generates images, and so can be relaxed.
-        columns: Token ids that may be emitted, `(C,)` int64, codebook entries first and in order; None for the identity.
+        columns: Token ids that may be emitted, `(C,)` int64, codebook entries first and in order; None is the identity.
         num_codes: How many of the first columns are codebook entries; 0 means that acceptance is strict.
     """
 
@@ -53,14 +53,26 @@ class TargetAdapter:
     columns: Tensor | None = None
     num_codes: int = 0
 
+    @property
+    def codebook_size(self) -> int:
+        """Entries of the codebook, whatever this call is to generate; 0 for a text model."""
+        return self.num_codes
+
     def __init__(self, model: PreTrainedModel, input_ids: Tensor | None = None):
-        self.model = model
+        self.model: Any = model  # families add attributes that PreTrainedModel does not declare
         self._inverse: Tensor | None = None
 
     @classmethod
     def matches(cls, model: PreTrainedModel) -> bool:
         """Whether this adapter serves the model."""
         raise NotImplementedError
+
+    @property
+    def device(self) -> torch.device:
+        """Where the embedding is; the CPU when accelerate keeps it nowhere between calls."""
+        weight: Any = self.model.get_input_embeddings().weight
+        device = weight.device
+        return torch.device("cpu") if device.type == "meta" else device
 
     @property
     def text_config(self) -> Any:
@@ -77,7 +89,7 @@ class TargetAdapter:
         return None
 
     def unconditional(self, input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Unconditional prompt for guidance when the user gave none, with its mask; by default the last token, as in transformers."""
+        """Unconditional prompt and its mask when the user gave none; by default the last token, as in transformers."""
         return input_ids[:, -1:], None
 
     def prefill(self, input_ids: Tensor, cache: Cache, *, all_layers: bool = False, **model_kwargs: Any) -> Prefill:
@@ -116,7 +128,8 @@ class TargetAdapter:
 
     def embed(self, token_ids: Tensor, position_ids: Tensor) -> Tensor:
         """Embed tokens `(R, N)` at their positions: `(R, N, H)`."""
-        return self.model.get_input_embeddings()(token_ids)
+        table = self.model.get_input_embeddings()
+        return table(to_module(table, token_ids))
 
     def tree_pass(
         self, token_ids: Tensor, position_ids: Tensor, attention_mask: Any, cache: Cache, *, all_layers: bool = False
@@ -133,13 +146,21 @@ class TargetAdapter:
         Returns:
             Input of the output layer, `(R, N, H)`, and the states of all layers, each `(R, N, H)`, or None.
         """
-        arguments = {CACHE_KEYWORD: cache, "attention_mask": attention_mask, "position_ids": position_ids}
-        output = self.model.base_model(input_ids=token_ids, use_cache=True, output_hidden_states=all_layers, **arguments)
+        table = self.model.get_input_embeddings()
+        output = self.model.base_model(
+            input_ids=to_module(table, token_ids),
+            attention_mask=None if attention_mask is None else to_module(table, attention_mask),
+            position_ids=to_module(table, position_ids),
+            use_cache=True,
+            output_hidden_states=all_layers,
+            **{CACHE_KEYWORD: cache},
+        )
         return output.last_hidden_state, output.hidden_states if all_layers else None
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         """Logits of the columns, `(..., C)`, from the input of the output layer `(..., H)`."""
-        return self.model.get_output_embeddings()(hidden_states)
+        head = self.model.get_output_embeddings()
+        return head(to_module(head, hidden_states))
 
     def token_ids(self, columns: Tensor) -> Tensor:
         """Token ids of columns, same shape."""
@@ -154,3 +175,14 @@ class TargetAdapter:
             inverse[self.columns.to(token_ids.device)] = torch.arange(len(self.columns), device=token_ids.device)
             self._inverse = inverse
         return self._inverse[token_ids]
+
+
+def to_module(module: nn.Module, tensor: Any) -> Any:
+    """Move an input to where a module's weight is, as when the draft head or the prompt is on another device.
+
+    Under accelerate's offload the weight is on no device between calls, and a hook moves the input.
+    """
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, Tensor) or weight.device.type == "meta":
+        return tensor
+    return tensor.to(weight.device)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lantern_hf.targets.base import TargetAdapter
+from lantern_hf.targets.base import TargetAdapter, to_module
 
 BEGIN_IMAGE = "<racm3:break>"
 
@@ -27,7 +27,7 @@ class ChameleonAdapter(TargetAdapter):
         mapping = model.model.vocabulary_mapping
         # The code of an image token is spelled in its name; ids are not in the order of the codes.
         by_code = sorted(mapping.bpe2img, key=mapping.bpe2img.__getitem__)
-        self.image_token_ids = torch.tensor(by_code, device=model.get_input_embeddings().weight.device)
+        self.image_token_ids = torch.tensor(by_code, device=self.device)
         self.begin_image_id = mapping.vocab_map.get(BEGIN_IMAGE)
         self._image_weight: Tensor | None = None
         if self._asks_for_image(input_ids):
@@ -40,8 +40,8 @@ class ChameleonAdapter(TargetAdapter):
         last = (input_ids[:, -1] == self.begin_image_id).tolist()
         if any(last) and not all(last):
             raise ValueError(
-                f"{sum(last)} of {len(last)} prompts end with the begin-image token {self.begin_image_id} and ask for an image, the "
-                "others for text. Generate images and text in separate calls."
+                f"{sum(last)} of {len(last)} prompts end with the begin-image token {self.begin_image_id} and ask for "
+                "an image, the others for text. Generate images and text in separate calls."
             )
         return all(last)
 
@@ -49,6 +49,11 @@ class ChameleonAdapter(TargetAdapter):
     def matches(cls, model: PreTrainedModel) -> bool:
         """Whether the model is Chameleon or Anole."""
         return model.config.model_type == "chameleon" and hasattr(model, "lm_head")
+
+    @property
+    def codebook_size(self) -> int:
+        """Image tokens, also when a call generates text."""
+        return len(self.image_token_ids)
 
     def codebook(self) -> Tensor | None:
         """Latents of the codes, `(K, d)`, straight from the model's own VQ encoder."""
@@ -64,12 +69,14 @@ class ChameleonAdapter(TargetAdapter):
     def logits(self, hidden_states: Tensor) -> Tensor:
         """Logits of the image tokens by code, or of the vocabulary with image tokens at the dtype's minimum."""
         head = self.model.lm_head
+        hidden_states = to_module(head, hidden_states)
         if self.num_codes:
             # A plain layer is sliced once; a quantised, offloaded or adapted one must be called as a module.
             if type(head) is nn.Linear and not hasattr(head, "_hf_hook"):
                 if self._image_weight is None:
-                    self._image_weight = head.weight[self.image_token_ids]
+                    self._image_weight = head.weight[self.image_token_ids.to(head.weight.device)]
                 return F.linear(hidden_states, self._image_weight)
-            return head(hidden_states)[..., self.image_token_ids]
+            logits = head(hidden_states)
+            return logits[..., self.image_token_ids.to(logits.device)]
         logits = head(hidden_states)
         return logits.index_fill(-1, self.image_token_ids.to(logits.device), torch.finfo(logits.dtype).min)

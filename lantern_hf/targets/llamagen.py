@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lantern_hf.targets.base import TargetAdapter
+from lantern_hf.targets.base import TargetAdapter, to_module
 
 
 class LlamaGenAdapter(TargetAdapter):
@@ -37,8 +37,9 @@ class LlamaGenAdapter(TargetAdapter):
 
     def embed(self, token_ids: Tensor, position_ids: Tensor) -> Tensor:
         """Embed codes; the prefix enters with the prompt only."""
-        return self.model.model.embed_tokens(token_ids)
+        table = self.model.model.embed_tokens
+        return table(to_module(table, token_ids))
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         """Logits of the codes, `(..., K)`."""
-        return self.model.image_logits(hidden_states)
+        return self.model.image_logits(to_module(self.model.lm_head, hidden_states))

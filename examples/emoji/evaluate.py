@@ -1,0 +1,92 @@
+"""Measure the emoji model's pictures: KID over guidance and top-k, VQ quality, and contact sheets to look at.
+
+    python examples/emoji/evaluate.py --data runs/emoji64.npz --model runs/bundle --out runs/quality
+
+All pictures are decoded plainly, the best setting found by `--sweep` pictures each, the final figure on `--samples`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from emoji_data import EmojiSet, load_emoji
+from emoji_text import seen_and_unseen
+from features import features, kernel_distance, load_network
+from PIL import Image
+from tqdm import tqdm
+
+from lantern_hf import LanternPipeline
+
+
+def sample(pipeline: LanternPipeline, prompts: list[str], seed: int, batch_size: int = 32, **settings) -> np.ndarray:
+    """Pictures `(M, 64, 64, 3)` uint8, one generator a picture, so that batching does not change them."""
+    pictures = []
+    for start in tqdm(range(0, len(prompts), batch_size), desc=str(settings), leave=False):
+        batch = prompts[start : start + batch_size]
+        generators = [torch.Generator().manual_seed(seed + start + index) for index in range(len(batch))]
+        pictures.append(pipeline(batch, generator=generators, lantern_config=None, output_type="np", **settings).images)
+    return (np.concatenate(pictures) * 255).round().astype(np.uint8)
+
+
+def contact_sheet(pictures: np.ndarray, columns: int = 8, scale: int = 2) -> Image.Image:
+    """Pictures in rows, each enlarged `scale` times."""
+    rows = -(-len(pictures) // columns)
+    side = pictures.shape[1] * scale
+    sheet = Image.new("RGB", (columns * side, rows * side), "white")
+    for index, picture in enumerate(pictures):
+        tile = Image.fromarray(picture).resize((side, side), Image.Resampling.LANCZOS)
+        sheet.paste(tile, ((index % columns) * side, (index // columns) * side))
+    return sheet
+
+
+def training_prompts(emoji: EmojiSet, count: int, seed: int) -> list[str]:
+    """Captions with their styles, drawn from the training pictures."""
+    chosen = np.random.default_rng(seed).choice(np.flatnonzero(~emoji.held_out), count, replace=False)
+    return [f"{emoji.captions[i]}, {emoji.styles[i]}" for i in chosen]
+
+
+def main(args: argparse.Namespace) -> None:
+    torch.set_grad_enabled(False)
+    args.out.mkdir(parents=True, exist_ok=True)
+    emoji = load_emoji(args.data, args.styles)
+    pipeline = LanternPipeline.from_pretrained(args.model, dtype=torch.float32)
+    pipeline.set_progress_bar_config(disable=True)
+    network = load_network()
+    real = features(network, emoji.images[~emoji.held_out])
+    result: dict = {"kid_held_out_pictures": kernel_distance(features(network, emoji.images[emoji.held_out]), real)}
+    sweep = {}
+    for scale in args.guidance:
+        for top_k in args.top_k:
+            pictures = sample(pipeline, training_prompts(emoji, args.sweep, 1), 0, guidance_scale=scale, top_k=top_k)
+            sweep[f"guidance {scale:g}, top-k {top_k}"] = kernel_distance(features(network, pictures), real)
+            print(scale, top_k, round(sweep[f"guidance {scale:g}, top-k {top_k}"], 4), flush=True)
+    result["sweep"] = sweep
+    best = min(sweep, key=sweep.__getitem__)
+    scale, top_k = float(best.split()[1].rstrip(",")), int(best.split()[-1])
+    pictures = sample(pipeline, training_prompts(emoji, args.samples, 2), 10_000, guidance_scale=scale, top_k=top_k)
+    result |= {"best": best, "samples": args.samples, "kid": kernel_distance(features(network, pictures), real)}
+    seen, unseen = seen_and_unseen(emoji.captions, emoji.held_out, 32, args.seed)
+    for name, prompts in {"seen": seen, "unseen": unseen}.items():
+        sheet = contact_sheet(sample(pipeline, prompts, 20_000, guidance_scale=scale, top_k=top_k))
+        sheet.save(args.out / f"{name}.png")
+        (args.out / f"{name}.txt").write_text("\n".join(prompts) + "\n")
+    (args.out / "quality.json").write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(result, indent=2))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=Path("runs/emoji64.npz"))
+    parser.add_argument("--model", type=Path, default=Path("runs/bundle"))
+    parser.add_argument("--out", type=Path, default=Path("runs/quality"))
+    parser.add_argument("--styles", nargs="*", default=["noto", "fluent flat"])
+    parser.add_argument("--guidance", type=float, nargs="+", default=[1.5, 2.0, 3.0])
+    parser.add_argument("--top-k", type=int, nargs="+", default=[0, 50])
+    parser.add_argument("--sweep", type=int, default=128)
+    parser.add_argument("--samples", type=int, default=512)
+    parser.add_argument("--seed", type=int, default=0)
+    main(parser.parse_args())

@@ -1,0 +1,103 @@
+"""Train the emoji draft head on the training pictures' own codes.
+
+python examples/emoji/train_head.py --data runs/emoji64.npz --vq runs/vq --target runs/target --out runs/head
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from emoji_data import load_emoji
+from emoji_text import PREFIX_LENGTH, encode_prompts, training_prompt
+from torch.utils.data import Dataset
+from train_target import encode_images
+from transformers import PreTrainedTokenizerFast, T5EncoderModel
+
+from lantern_hf import LanternDraftModel, LlamaGenForConditionalGeneration
+from lantern_hf.training import TrainingConfig, train_head
+
+
+class EmojiSequences(Dataset):
+    """Prompt features and codes of every picture, the style named or not by a coin that its index tosses.
+
+    Args:
+        captions: Captions of the pictures.
+        styles: Their styles.
+        codes: Their codes, `(M, 256)` int64.
+        tokenizer: Word tokenizer.
+        encoder: Text encoder.
+        caption_id: Placeholder id of a caption position.
+    """
+
+    def __init__(
+        self, captions, styles, codes, tokenizer: PreTrainedTokenizerFast, encoder: T5EncoderModel, caption_id: int
+    ):
+        generator = torch.Generator().manual_seed(0)
+        prompts = [training_prompt(str(c), str(s), generator) for c, s in zip(captions, styles, strict=True)]
+        with torch.no_grad():
+            parts = [encode_prompts(tokenizer, encoder, prompts[i : i + 64]) for i in range(0, len(prompts), 64)]
+        self.features, self.masks = torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+        self.codes, self.prefix = codes, torch.full((PREFIX_LENGTH,), caption_id)
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {
+            "input_ids": self.prefix,
+            "attention_mask": self.masks[index],
+            "caption_embeds": self.features[index],
+            "tokens": self.codes[index],
+        }
+
+
+def main(args: argparse.Namespace) -> None:
+    emoji = load_emoji(args.data, args.styles)
+    codes = encode_images(args.vq, emoji.images)
+    target = LlamaGenForConditionalGeneration.from_pretrained(args.target / "transformer").eval()
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(args.target / "tokenizer")
+    encoder = T5EncoderModel.from_pretrained(args.target / "text_encoder").eval()
+
+    def dataset(keep) -> EmojiSequences:
+        kept = torch.from_numpy(keep)
+        return EmojiSequences(
+            emoji.captions[keep], emoji.styles[keep], codes[kept], tokenizer, encoder, target.config.caption_token_id
+        )
+
+    torch.manual_seed(args.seed)
+    head = LanternDraftModel.for_target(target, intermediate_size=args.intermediate)
+    config = TrainingConfig(
+        steps=args.steps,
+        batch_size=args.batch_size,
+        lr=args.lr,
+        warmup_steps=50,
+        feature_noise=args.noise,
+        guidance_dropout=0.1,
+        unroll_steps=args.unroll,
+        mixed_precision="bf16",
+        seed=args.seed,
+        save_every=250,
+        log_every=20,
+    )
+    train_head(
+        target, dataset(~emoji.held_out), config, head=head, output_dir=args.out, eval_dataset=dataset(emoji.held_out)
+    )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=Path("runs/emoji64.npz"))
+    parser.add_argument("--vq", type=Path, default=Path("runs/vq"))
+    parser.add_argument("--target", type=Path, default=Path("runs/target"))
+    parser.add_argument("--out", type=Path, default=Path("runs/head"))
+    parser.add_argument("--styles", nargs="*", default=["noto", "fluent flat"])
+    parser.add_argument("--intermediate", type=int, default=448)
+    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--noise", type=float, default=0.1)
+    parser.add_argument("--unroll", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    main(parser.parse_args())

@@ -1,0 +1,172 @@
+"""What the head is trained on: `DraftObjective` runs it over the entries of a batch and compares with the target.
+
+A loss is the mean over rows of each row's mean over its entries, so that a row weighs the same whatever it is batched
+with, and accumulated gradients equal those of one large batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lantern_hf.cache import new_dynamic_cache
+from lantern_hf.draft import LanternDraftModel
+from lantern_hf.targets import TargetAdapter
+from lantern_hf.training.features import TargetFeatures
+
+__all__ = ["DraftObjective", "EntryLosses", "draft_passes", "entry_losses"]
+
+
+class EntryLosses(NamedTuple):
+    """How each entry compares with the target, each `(B, n)` float32.
+
+    Attributes:
+        feature: SmoothL1 between the predicted and the target's hidden state, mean over its dimensions.
+        distribution: Cross-entropy of the head's distribution q under the target's p, both over the columns.
+        overlap: `sum_x min(p, q)`: the chance that strict decoding accepts one token drawn from q.
+        agreement: 1 where p and q have the same most probable token.
+    """
+
+    feature: Tensor
+    distribution: Tensor
+    overlap: Tensor
+    agreement: Tensor
+
+
+def entry_losses(adapter: TargetAdapter, predicted: Tensor, hidden: Tensor, target_probs: Tensor) -> EntryLosses:
+    """Compare the head's outputs with the target.
+
+    Args:
+        adapter: Adapter of the target.
+        predicted: Output of the head, `(B, n, H)`.
+        hidden: The target's hidden states there, `(B, n, H)`.
+        target_probs: The target's distributions there, `(B, n, C)`.
+    """
+    feature = F.smooth_l1_loss(predicted.float(), hidden.float(), reduction="none").mean(-1)
+    logits = adapter.logits(predicted.to(hidden.dtype)).to(predicted.device)
+    logprobs = logits.float().log_softmax(-1)
+    distribution = -(target_probs * logprobs).sum(-1)
+    with torch.no_grad():
+        overlap = torch.minimum(target_probs, logprobs.exp()).sum(-1)
+        agreement = (target_probs.argmax(-1) == logprobs.argmax(-1)).float()
+    return EntryLosses(feature, distribution, overlap, agreement)
+
+
+def draft_passes(
+    head: LanternDraftModel, features: TargetFeatures, steps: int = 1, noise: float = 0.0
+) -> Iterator[Tensor]:
+    """Run the head over all entries, then over its own outputs, as it runs down a chain.
+
+    Pass 1 reads the target's hidden states. Entry t of pass k reads the output of entry t - 1 of pass k - 1, and
+    attends to what it meets at depth k - 1 of a chain: itself, entry t - 1 of pass k - 1, ..., entry t - k + 2 of pass
+    2, and in pass 1 all entries up to t - k + 1 (as HASS and EAGLE-3 do).
+
+    Args:
+        head: The head.
+        features: Entries of a batch.
+        steps: Number of passes.
+        noise: Half width of the uniform noise on the target's hidden states.
+
+    Yields:
+        Output of pass k for entries `start + k - 1` and later, `(B, E - start - k + 1, H)`.
+    """
+    entries = torch.arange(features.hidden.shape[1], device=features.hidden.device)
+    hidden, keys = features.hidden, [entries]
+    if noise:
+        hidden = hidden + noise * (2 * torch.rand_like(hidden) - 1)
+    cache = new_dynamic_cache(head.config) if steps > 1 else None
+    plain = features.mask is None and steps == 1
+    mask = None if plain else _pass_mask(entries, keys, features.mask)
+    output = head(features.embeds, hidden, features.position_ids, attention_mask=mask, cache=cache).last_hidden_state
+    output = output[:, features.start :]
+    yield output
+    for later in range(1, steps):
+        first = features.start + later
+        keys.append(entries[first:])
+        mask = _pass_mask(entries[first:], keys, features.mask)
+        places = features.position_ids[:, first:]
+        output = head(
+            features.embeds[:, first:], output[:, :-1], places, attention_mask=mask, cache=cache
+        ).last_hidden_state
+        yield output
+
+
+def _pass_mask(queries: Tensor, keys: list[Tensor], real: Tensor | None) -> Tensor:
+    """Which entries of this and the earlier passes each query attends to, `(B or 1, 1, queries, all keys)` bool."""
+    depth = len(keys) - 1
+    first = (keys[0] <= queries[:, None] - depth)[None]
+    if real is not None:
+        # Padding sees itself: a row that attends to nothing is NaN, and would spoil whatever reads it next.
+        first = (first & real[:, None]) | (keys[0] == queries[:, None] - depth)
+    later = [keys[index] == queries[:, None] - (depth - index) for index in range(1, depth + 1)]
+    return torch.cat([first, *(mask.expand(len(first), -1, -1) for mask in later)], dim=-1)[:, None]
+
+
+def row_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Mean of each row over the entries of `mask` `(B, n)`, 0 for a row without any, `(B,)`."""
+    return (values * mask).sum(1) / mask.sum(1).clamp_min(1)
+
+
+class DraftObjective(nn.Module):
+    """The head with its loss; one call is one forward, which is what DistributedDataParallel can follow.
+
+    Args:
+        head: The head to train.
+        feature_loss_weight: As in `TrainingConfig`, like all others.
+        distribution_loss_weight: Weight of the cross-entropy.
+        feature_noise: Noise on the hidden states, in training mode only.
+        unroll_steps: Passes of the head.
+        unroll_decay: Weight of a pass relative to the one before.
+    """
+
+    def __init__(
+        self,
+        head: LanternDraftModel,
+        *,
+        feature_loss_weight: float = 1.0,
+        distribution_loss_weight: float = 0.1,
+        feature_noise: float = 0.0,
+        unroll_steps: int = 1,
+        unroll_decay: float = 0.8,
+    ):
+        super().__init__()
+        self.head = head
+        self._weights = feature_loss_weight, distribution_loss_weight
+        self._noise, self._steps, self._decay = feature_noise, unroll_steps, unroll_decay
+
+    def forward(self, features: TargetFeatures, adapter: TargetAdapter) -> dict[str, Tensor]:
+        """Compare the head with the target over a batch.
+
+        Args:
+            features: What the target says about the batch.
+            adapter: Adapter of the target.
+
+        Returns:
+            For each row `(B,)`: `loss` with gradients, and without them `feature_loss`, `distribution_loss`, `overlap`
+            and `agreement` of the first pass, and `overlap_2`, `overlap_3` of the later ones.
+        """
+        hidden = features.next_hidden[:, features.start :]
+        with torch.no_grad():
+            probs = adapter.logits(hidden).to(hidden.device).float().softmax(-1)
+        noise = self._noise if self.training else 0.0
+        loss: Tensor | float = 0.0
+        metrics: dict[str, Tensor] = {}
+        for index, output in enumerate(draft_passes(self.head, features, self._steps, noise)):
+            entries = entry_losses(adapter, output, hidden[:, index:], probs[:, index:])
+            means = EntryLosses(*(row_mean(values, features.learnt[:, index:]) for values in entries))
+            weighted = self._weights[0] * means.feature + self._weights[1] * means.distribution
+            loss = loss + self._decay**index * weighted
+            metrics |= _first_pass(means) if index == 0 else {f"overlap_{index + 1}": means.overlap}
+        assert isinstance(loss, Tensor)
+        return {"loss": loss} | metrics
+
+
+def _first_pass(means: EntryLosses) -> dict[str, Tensor]:
+    """Name what is reported of the first pass."""
+    feature, distribution = means.feature.detach(), means.distribution.detach()
+    named = {"feature_loss": feature, "distribution_loss": distribution}
+    return named | {"overlap": means.overlap, "agreement": means.agreement}
