@@ -108,8 +108,8 @@ def tiny_head(target: PreTrainedModel, **overrides) -> LanternDraftModel:
 
 
 def prompt(target: PreTrainedModel, rows: int = 1, seed: int = 0, guidance: bool = False) -> dict[str, torch.Tensor]:
-    """Arguments of `generate` for prompts of unequal length, padded on the left; `guidance` adds the unconditional
-    prompt.""" generator = torch.Generator().manual_seed(seed)
+    """Arguments of `generate` for prompts of unequal length, padded on the left; `guidance` adds another."""
+    generator = torch.Generator().manual_seed(seed)
     length = 6
     mask = torch.ones(rows, length, dtype=torch.long)
     for row in range(rows):

@@ -71,8 +71,8 @@ class Case:
 
 
 def make_case(name: str, rows: int = 1, guidance: float | None = None, attention: str = "sdpa", seed: int = 0) -> Case:
-    """Give one of the cases `llamagen`, `llama`, `chameleon-text`, `chameleon-image`, with unequal prompts from 2 rows
-    on.""" model = TINY[name.split("-")[0]](attention)
+    """Give one of the cases `llamagen`, `llama`, `chameleon-text`, `chameleon-image`, with unequal prompts if several."""
+    model = TINY[name.split("-")[0]](attention)
     inputs = prompt(model, rows, seed, guidance=guidance is not None)
     plain_model, image_ids = model, None
     if name == "chameleon-image":
