@@ -16,7 +16,8 @@ from lantern_hf.cache import RaggedCache, decoding_cache, merge_streams, new_dyn
 from lantern_hf.processors import Guidance
 from lantern_hf.targets.base import Prefill, TargetAdapter
 
-_NOT_FOR_THE_PROMPT = ("use_cache", "logits_to_keep")
+# Decided by the adapter, whatever `generate` passes.
+_NOT_FOR_THE_PROMPT = ("use_cache", "logits_to_keep", "output_hidden_states", "output_attentions", "return_dict")
 
 
 class Stream(NamedTuple):

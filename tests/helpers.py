@@ -71,7 +71,7 @@ class Case:
 
 
 def make_case(name: str, rows: int = 1, guidance: float | None = None, attention: str = "sdpa", seed: int = 0) -> Case:
-    """Give one of the cases `llamagen`, `llama`, `chameleon-text`, `chameleon-image`, with unequal prompts if several."""
+    """Give one of the cases `llamagen`, `llama`, `chameleon-text`, `chameleon-image`, unequal prompts if several."""
     model = TINY[name.split("-")[0]](attention)
     inputs = prompt(model, rows, seed, guidance=guidance is not None)
     plain_model, image_ids = model, None

@@ -18,8 +18,11 @@ from emoji_text import seen_and_unseen
 from features import features, kernel_distance, load_network
 from PIL import Image
 from tqdm import tqdm
+from train_target import TextToCodes, encode_images, validate
+from train_vq import to_pixels
 
 from lantern_hf import LanternPipeline
+from lantern_hf.models.vq import decode_codes, encode_pixels
 
 
 def sample(pipeline: LanternPipeline, prompts: list[str], seed: int, batch_size: int = 32, **settings) -> np.ndarray:
@@ -43,6 +46,29 @@ def contact_sheet(pictures: np.ndarray, columns: int = 8, scale: int = 2) -> Ima
     return sheet
 
 
+def reconstruction(pipeline: LanternPipeline, network, emoji: EmojiSet, real: torch.Tensor) -> dict[str, float]:
+    """PSNR of held-out concepts through the VQ model, and KID of reconstructed training pictures."""
+    held_out, seen = emoji.images[emoji.held_out], emoji.images[~emoji.held_out][:512]
+
+    def through(images: np.ndarray) -> np.ndarray:
+        batches = [to_pixels(images[start : start + 64]) for start in range(0, len(images), 64)]
+        decoded = [decode_codes(pipeline.vq_model, encode_pixels(pipeline.vq_model, batch)) for batch in batches]
+        pixels = ((torch.cat(decoded).clamp(-1, 1) + 1) * 127.5).round()
+        return pixels.permute(0, 2, 3, 1).numpy().astype(np.uint8)
+
+    error = ((through(held_out).astype(np.float64) - held_out) / 255) ** 2
+    psnr = float((-10 * np.log10(error.mean((1, 2, 3)).clip(1e-9))).mean())
+    return {"vq_psnr_held_out": psnr, "kid_reconstructions": kernel_distance(features(network, through(seen)), real)}
+
+
+def likelihood(pipeline: LanternPipeline, args: argparse.Namespace, emoji: EmojiSet) -> dict[str, float]:
+    """NLL and entropy in nats a code, and the mean top-1 probability, on the pictures of held-out concepts."""
+    held_out = emoji.subset(emoji.held_out)
+    model = TextToCodes(pipeline.text_encoder, pipeline.transformer, pipeline.tokenizer)
+    captions = [str(caption) for caption in held_out.captions]
+    return validate(model, captions, encode_images(args.vq, held_out.images), bf16=False)
+
+
 def training_prompts(emoji: EmojiSet, count: int, seed: int) -> list[str]:
     """Captions with their styles, drawn from the training pictures."""
     chosen = np.random.default_rng(seed).choice(np.flatnonzero(~emoji.held_out), count, replace=False)
@@ -58,6 +84,7 @@ def main(args: argparse.Namespace) -> None:
     network = load_network()
     real = features(network, emoji.images[~emoji.held_out])
     result: dict = {"kid_held_out_pictures": kernel_distance(features(network, emoji.images[emoji.held_out]), real)}
+    result |= reconstruction(pipeline, network, emoji, real) | likelihood(pipeline, args, emoji)
     sweep = {}
     for scale in args.guidance:
         for top_k in args.top_k:
@@ -82,6 +109,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=Path("runs/emoji64.npz"))
     parser.add_argument("--model", type=Path, default=Path("runs/bundle"))
+    parser.add_argument("--vq", type=Path, default=Path("runs/vq"))
     parser.add_argument("--out", type=Path, default=Path("runs/quality"))
     parser.add_argument("--styles", nargs="*", default=["noto", "fluent flat"])
     parser.add_argument("--guidance", type=float, nargs="+", default=[1.5, 2.0, 3.0])

@@ -73,6 +73,8 @@ def main(args: argparse.Namespace) -> None:
         batch_size=args.batch_size,
         lr=args.lr,
         warmup_steps=50,
+        distribution_loss_weight=args.distribution_weight,
+        max_grad_norm=1.0,
         feature_noise=args.noise,
         guidance_dropout=0.1,
         unroll_steps=args.unroll,
@@ -97,6 +99,7 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--distribution-weight", type=float, default=1.0)
     parser.add_argument("--noise", type=float, default=0.1)
     parser.add_argument("--unroll", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
