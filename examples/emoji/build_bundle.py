@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -61,8 +62,9 @@ def count(module: torch.nn.Module) -> str:
 
 
 def last_seconds(log: Path) -> float:
-    """Seconds a training run took, from the last line of its log."""
-    return json.loads(log.read_text().splitlines()[-1])["seconds"] if log.exists() else float("nan")
+    """Seconds a training run took, from the last line of its log that tells them; NaN without one."""
+    lines = log.read_text().splitlines() if log.exists() else []
+    return next((record["seconds"] for line in reversed(lines) if "seconds" in (record := json.loads(line))), math.nan)
 
 
 def figures(args: argparse.Namespace) -> str:
@@ -72,8 +74,9 @@ def figures(args: argparse.Namespace) -> str:
         quality: dict[str, Any] = json.loads(args.quality.read_text())
         lines.append(
             f"VQ reconstructions of held-out concepts {quality['vq_psnr_held_out']:.1f} dB. Validation NLL "
-            f"{quality['nll']:.2f} nats a code, mean top-1 probability {quality['top1']:.2f}. KID on EfficientNet-Lite0 "
-            f"features (128 px, {quality['samples']} plain samples at {quality['best']}, against the training pictures) "
+            f"{quality['nll']:.2f} nats a code, mean top-1 probability {quality['top1']:.2f}. KID on "
+            f"EfficientNet-Lite0 features (128 px, {quality['samples']} plain samples at {quality['best']}, against "
+            "the training pictures) "
             f"{quality['kid']:.3f}; VQ reconstructions alone {quality['kid_reconstructions']:.3f}, held-out pictures "
             f"{quality['kid_held_out_pictures']:.3f}."
         )

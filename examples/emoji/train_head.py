@@ -72,7 +72,7 @@ def main(args: argparse.Namespace) -> None:
         steps=args.steps,
         batch_size=args.batch_size,
         lr=args.lr,
-        warmup_steps=50,
+        warmup_steps=min(50, args.steps),
         distribution_loss_weight=args.distribution_weight,
         max_grad_norm=1.0,
         feature_noise=args.noise,

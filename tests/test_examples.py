@@ -1,0 +1,87 @@
+"""The scripts of `examples/emoji`, end to end on a handful of drawn squares: they fit together and resume."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+EMOJI = Path(__file__).parent.parent / "examples" / "emoji"
+STYLES = ["noto", "fluent flat"]
+
+
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EMOJI))
+    for name in ("common", "emoji_data", "emoji_text", "train_vq", "train_target", "train_head", "build_bundle"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+
+def draw_data(path: Path) -> None:
+    """Forty pictures of coloured squares with captions, some of them held out by the hash."""
+    rng = np.random.default_rng(0)
+    images = np.full((40, 64, 64, 3), 255, dtype=np.uint8)
+    for image in images:
+        x, y = rng.integers(8, 40, 2)
+        image[y : y + 16, x : x + 16] = rng.integers(0, 255, 3)
+    captions = np.array([f"square number {index % 20}" for index in range(40)])
+    np.savez_compressed(path, images=images, captions=captions, styles=np.array(STYLES * 20))
+
+
+def test_trains_a_bundle_that_draws(scripts: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import build_bundle
+    import train_head
+    import train_target
+    import train_vq
+
+    from lantern_hf import LanternPipeline
+
+    data = tmp_path / "data.npz"
+    draw_data(data)
+    common = {"data": data, "styles": STYLES, "batch_size": 2, "seed": 0, "bf16": False}
+    vq = Namespace(
+        **common, out=tmp_path / "vq", init=None, rate=0.5, num_codes=32, channels=[8, 8, 16], steps=3, lr=1e-3
+    )
+    train_vq.train(vq)
+    target = {"vq": vq.out, "out": tmp_path / "target", "num_codes": 32, "layers": 2, "hidden": 32, "lr": 1e-3}
+    train_target.train(Namespace(**common, **target, steps=2, save_every=2, compile=False))
+    train_target.train(Namespace(**common, **target, steps=4, save_every=2, compile=False))  # goes on from step 2
+    steps = (tmp_path / "target" / "log.jsonl").read_text().splitlines()
+    assert len([line for line in steps if '"nll"' in line]) == 2
+    head = {"vq": vq.out, "target": tmp_path / "target", "out": tmp_path / "head", "intermediate": 48, "unroll": 1}
+    train_head.main(Namespace(**common, **head, steps=2, lr=1e-3, noise=0.1, distribution_weight=1.0))
+    bundle = {"vq": vq.out, "vq_before": [], "target": tmp_path / "target", "head": tmp_path / "head"}
+    build_bundle.main(
+        Namespace(
+            **bundle,
+            out=tmp_path / "bundle",
+            quality=None,
+            benchmark=None,
+            guidance=2.0,
+            top_k=0,
+            tree="narrow_8",
+            lam=3.0,
+            neighbors=12,
+            pictures=40,
+        )
+    )
+    assert "MB" in capsys.readouterr().out
+    pipeline = LanternPipeline.from_pretrained(tmp_path / "bundle")
+    pipeline.set_progress_bar_config(disable=True)
+    output = pipeline("square number 3", generator=None)
+    assert output.images[0].size == (64, 64)
+    assert pipeline.draft_head.neighbors.k == 12
+
+
+def test_the_held_out_split_is_by_concept(scripts: None, tmp_path: Path) -> None:
+    from emoji_data import load_emoji
+
+    draw_data(tmp_path / "data.npz")
+    emoji = load_emoji(tmp_path / "data.npz")
+    held_out = {str(caption) for caption in emoji.captions[emoji.held_out]}
+    assert held_out
+    assert not held_out & {str(caption) for caption in emoji.captions[~emoji.held_out]}
+    assert set(load_emoji(tmp_path / "data.npz", ["noto"]).styles) == {"noto"}
