@@ -168,7 +168,7 @@ def test_missing_states_say_so() -> None:
 
 def test_a_head_for_another_target_is_refused() -> None:
     with pytest.raises(ValueError, match="does not fit"):
-        LanternCandidateGenerator(tiny_head(tiny_llamagen(), hidden_size=None or 32), make_case("chameleon-text").model)
+        LanternCandidateGenerator(tiny_head(tiny_llamagen(), hidden_size=32), make_case("chameleon-text").model)
 
 
 def test_a_round_by_hand(neighbors: NeighborTable) -> None:

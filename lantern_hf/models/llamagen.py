@@ -33,10 +33,9 @@ class LlamaGenRotaryEmbedding(nn.Module):
 
     def __init__(self, config: LlamaGenConfig):
         super().__init__()
-        theta = config.rope_parameters["rope_theta"]
-        self.table = RotaryTable2D(
-            config.grid_size, config.prefix_length, config.head_dim, theta, config.prefix_rotation
-        )
+        head_dim = config.head_dim or config.hidden_size // config.num_attention_heads
+        theta = float((config.rope_parameters or {}).get("rope_theta") or 10000.0)
+        self.table = RotaryTable2D(config.grid_size, config.prefix_length, head_dim, theta, config.prefix_rotation)
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return `(cos, sin)`, each `(B, S, head_dim)` in x's dtype, both halves alike as Llama's rotation wants."""
@@ -70,7 +69,7 @@ class LlamaGenPreTrainedModel(LlamaPreTrainedModel):
 
     config: LlamaGenConfig
     base_model_prefix = "model"
-    input_modalities = ("text",)
+    input_modalities = ["text"]
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -89,7 +88,7 @@ class LlamaGenModel(LlamaGenPreTrainedModel, LlamaModel):
     def __init__(self, config: LlamaGenConfig):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.codebook_size, config.hidden_size)
-        self.rotary_emb = LlamaGenRotaryEmbedding(config)
+        self.rotary_emb = LlamaGenRotaryEmbedding(config)  # type: ignore[assignment]
         self.prefix = LlamaGenPrefix(config)
         self.post_init()
 
@@ -157,6 +156,8 @@ class LlamaGenModel(LlamaGenPreTrainedModel, LlamaModel):
         first code always stands at position `prefix_length`, as in the published model.
         """
         if inputs_embeds is None:
+            if input_ids is None:
+                raise ValueError("Pass `input_ids` or `inputs_embeds`; both are None.")
             if position_ids is None:
                 past = cache.get_seq_length() if cache is not None else 0
                 position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None] + past
