@@ -26,6 +26,9 @@ from lantern_hf.sequences import Sequences
 from lantern_hf.targets import TargetAdapter, adapter_for
 from lantern_hf.tree import DraftTree, get_tree
 
+_EXCLUDED = torch.finfo(torch.float32).min / 1e3
+"""Scores up to this are those of excluded tokens: minus infinity, or the dtype's minimum after some arithmetic."""
+
 
 class CandidateTree(CandidateGenerator):
     """A candidate generator that proposes a tree: the seam between the decoding loop and whatever drafts.
@@ -250,7 +253,7 @@ class LanternCandidateGenerator(CandidateTree):
             logits = guide(self.adapter.logits(level_features).to(self._device), self._scale)
             suffixes = (self.adapter.token_ids(columns[:, path]) for path in level.paths)
             scores = self._processors.nodes(sequences, suffixes, logits)
-            drawn = self._draw(scores.float().softmax(-1), level.width, draws)
+            drawn = self._draw(scores.float(), level.width, draws)
             columns[:, level.children] = drawn.flatten(1)[:, level.drawn]
             all_scores.append(scores)
         assert self._cache is not None
@@ -266,18 +269,18 @@ class LanternCandidateGenerator(CandidateTree):
         mask = self._cache.tree_mask(level.mask)
         return self._head(self.adapter.embed(streams, places), above[:, level.parents], places, mask)
 
-    def _draw(self, probs: Tensor, count: int, draws: Draws) -> Tensor:
+    def _draw(self, scores: Tensor, count: int, draws: Draws) -> Tensor:
         """Draw `count` children of each node `(B, I_d, count)`.
 
         Where fewer tokens are possible, the rest repeat the first: verification passes over repetitions, and processors
         are never shown a prefix that they themselves excluded.
         """
-        possible = min(count, probs.shape[-1])
+        possible = min(count, scores.shape[-1])
         if self._do_sample:
-            ids, drawn = draws.race(probs, possible)
+            ids, drawn = draws.race(scores.softmax(-1), possible)
         else:
-            values, ids = probs.topk(possible, dim=-1)
-            drawn = values > 0
+            values, ids = scores.topk(possible, dim=-1)
+            drawn = values > _EXCLUDED
         missing = count - possible
         ids, drawn = F.pad(ids, (0, missing)), F.pad(drawn, (0, missing))
         return torch.where(drawn, ids, ids[..., :1])

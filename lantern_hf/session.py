@@ -161,7 +161,7 @@ class Session:
             n_last_matches=self._accepted,
         )
         self._node_ids = ids[:, self._context.shape[1] - 1 :].to(self.device)
-        self._draft_probs = scores.to(self.device).float().softmax(-1)
+        self._draft_probs = self._draft_distributions(scores.to(self.device))
 
     def score(self, attention: str) -> None:
         """Run the target once over the tree, in every stream."""
@@ -257,11 +257,16 @@ class Session:
         first = self.tree.paths[(self.tree.paths[:, length] >= 0).long().argmax(), 1 : length + 1]
         return self._node_ids.gather(1, torch.where(goes_on, nodes, first))
 
+    def _draft_distributions(self, scores: Tensor) -> Tensor:
+        """Distributions that the nodes were drawn from; a greedy draft was not drawn, and every node may be tested."""
+        return scores.float().softmax(-1) if self._do_sample else scores.new_ones(()).float().expand(scores.shape)
+
     def _distribution(self, scores: Tensor) -> Tensor:
         """What the next token is drawn from: the softmax, or all mass on the best token when greedy."""
         if self._do_sample:
             return scores.float().softmax(-1)
-        return torch.nn.functional.one_hot(scores.argmax(-1), scores.shape[-1]).float()
+        # Not `one_hot`, which reads its input on the host to check it.
+        return torch.zeros_like(scores, dtype=torch.float).scatter_(-1, scores.argmax(-1, keepdim=True), 1)
 
     def _score_nodes(self) -> Tensor:
         """Processed scores of every node, `(B, N, C)`."""

@@ -38,7 +38,7 @@ def recomputed(case: Any, tokens: Tensor, row: int) -> list[tuple[Tensor, Tensor
 @pytest.mark.parametrize("name", CASES)
 def test_every_round_keeps_what_a_plain_pass_would_hold(name: str, draft: str, kind: str) -> None:
     case = make_case(name, 3)
-    expected = case.plain(do_sample=False, max_new_tokens=20)
+    expected = case.plain(do_sample=False, max_new_tokens=12)
     assistant = case.head() if draft == "head" else oracle(case, expected, TREES["wide_57"], misses=0.3)
     rounds, ragged = 0, False
 
@@ -58,7 +58,7 @@ def test_every_round_keeps_what_a_plain_pass_would_hold(name: str, draft: str, k
                     assert torch.allclose(ours[:, pad : length - 1], theirs[:, pad : length - 1], atol=1e-5)
 
     kwargs: dict[str, Any] = {"cache_implementation": "static"} if kind == "static" else {}
-    output = case.lantern(assistant, do_sample=False, max_new_tokens=20, on_round=check, **kwargs)
+    output = case.lantern(assistant, do_sample=False, max_new_tokens=12, on_round=check, **kwargs)
     assert torch.equal(output, expected)
     assert rounds > 2
     assert ragged or draft == "head"

@@ -10,7 +10,12 @@ from conftest import tiny_head, tiny_llamagen
 from helpers import CASES, Case, make_case, oracle
 from test_generate_sampling import joint, p_value, small_target
 from torch import Tensor
-from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, PrefixConstrainedLogitsProcessor
+from transformers import (
+    DynamicCache,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PrefixConstrainedLogitsProcessor,
+)
 from transformers.utils import ModelOutput
 
 from lantern_hf import (
@@ -24,26 +29,26 @@ from lantern_hf import (
 )
 from lantern_hf.draft import POSITION_OFFSET
 from lantern_hf.sampling import Draws
-from lantern_hf.targets import adapter_for
+from lantern_hf.targets import Prefill, adapter_for
 
 
-def read_prompt(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Sequences with a root, the target's states of the prompt, positions, mask."""
+def read_prompt(case: Case) -> tuple[Tensor, Prefill]:
+    """Sequences with a root, and what the target makes of the prompt."""
     adapter = adapter_for(case.model, case.inputs["input_ids"])
     kwargs = {key: value for key, value in case.inputs.items() if not key.startswith(("input", "negative", "guid"))}
     with torch.no_grad():
         prompt = adapter.prefill(case.inputs["input_ids"], DynamicCache(), **kwargs)
         root = adapter.token_ids(adapter.logits(prompt.hidden_states[:, -1]).argmax(-1, keepdim=True))
-    return torch.cat([case.inputs["input_ids"], root], 1), prompt.hidden_states, prompt.position_ids, prompt.mask
+    return torch.cat([case.inputs["input_ids"], root], 1), prompt
 
 
 def propose(case: Case, generator: LanternCandidateGenerator) -> tuple[Tensor, Tensor, Tensor]:
     """The sequences, the candidates and the scores of a first proposal."""
-    ids, hidden, positions, mask = read_prompt(case)
-    kwargs = {"position_ids": positions, "attention_mask": mask}
+    ids, prompt = read_prompt(case)
+    kwargs = {"position_ids": prompt.position_ids, "attention_mask": prompt.mask, "prompt_embeds": prompt.embeds}
     with torch.no_grad():
         candidates, scores = generator.get_candidates(
-            ids, model_kwargs=kwargs, model_outputs=ModelOutput(hidden_states=(hidden,))
+            ids, model_kwargs=kwargs, model_outputs=ModelOutput(hidden_states=(prompt.hidden_states,))
         )
     return ids, candidates, scores
 
@@ -55,7 +60,12 @@ def test_the_contract(name: str, do_sample: bool) -> None:
     draws = Draws(torch.Generator().manual_seed(0), 3, torch.device("cpu"))
     adapter = adapter_for(case.model, case.inputs["input_ids"])
     generator = LanternCandidateGenerator(
-        case.head(), case.model, "wide_57", do_sample=do_sample, draws=draws, adapter=adapter
+        case.head(),
+        case.model,
+        "wide_57",
+        do_sample=do_sample,
+        draws=draws,
+        adapter=adapter,
     )
     ids, candidates, scores = propose(case, generator)
     tree = generator.tree
@@ -83,19 +93,14 @@ def test_q_of_every_node_is_that_of_its_path_alone(name: str) -> None:
     head, adapter = case.head(), adapter_for(case.model, case.inputs["input_ids"])
     generator = LanternCandidateGenerator(head, case.model, "eagle_25", adapter=adapter)
     ids, candidates, scores = propose(case, generator)
-    _, hidden, positions, mask = read_prompt(case)
-    kwargs = {key: value for key, value in case.inputs.items() if key == "caption_embeds"}
+    _, prompt = read_prompt(case)
     nodes, tree = candidates[:, ids.shape[1] - 1 :], generator.tree
     for place, node in enumerate(tree.inner.tolist()):
         way = tree.mask[node].nonzero().flatten()[1:]
         with torch.no_grad():
-            states, tokens = hidden, ids[:, 1:]
-            places = positions + POSITION_OFFSET
             # Entry t reads x_{t + 1}; below the root an entry reads its parent's output in place of the target's state.
-            embeds = adapter.embed(tokens, places)
-            if kwargs:
-                whole = case.model.model.embed(ids[:, :-1], positions, kwargs["caption_embeds"])
-                embeds = torch.cat([whole[:, 1:], embeds[:, -1:]], 1)
+            states, places, mask = prompt.hidden_states, prompt.position_ids + POSITION_OFFSET, prompt.mask
+            embeds = torch.cat([prompt.embeds[:, 1:], adapter.embed(ids[:, -1:], places[:, -1:])], 1)
             for step in [None, *way.tolist()]:
                 if step is not None:
                     states = torch.cat([states, output[:, -1:]], 1)  # noqa: F821
@@ -106,7 +111,7 @@ def test_q_of_every_node_is_that_of_its_path_alone(name: str) -> None:
                     padding = torch.nn.functional.pad(mask, (0, states.shape[1] - mask.shape[1]), value=True)
                 output = head(embeds, states, places, attention_mask=padding).last_hidden_state
             q = adapter.logits(output[:, -1])
-        assert torch.allclose(q, scores[:, place], atol=2e-4)
+        assert torch.allclose(q, scores[:, place], atol=1e-3, rtol=1e-4)
 
 
 class Recorder(LogitsProcessor):
@@ -172,7 +177,7 @@ def test_a_head_for_another_target_is_refused() -> None:
 
 
 def test_a_round_by_hand(neighbors: NeighborTable) -> None:
-    """The pair on its own: propose, let the relaxed processor judge each child of the root, keep the first that passes."""
+    """The pair on its own: propose, and let the relaxed processor judge each child of the root."""
     case = make_case("llamagen", 2)
     model = case.model
     generator = LanternCandidateGenerator(

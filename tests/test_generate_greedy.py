@@ -13,7 +13,7 @@ from transformers import DynamicCache, LogitsProcessorList, StaticCache, TopKLog
 
 from lantern_hf import TREES, DraftTree, LanternConfig, lantern_generate
 
-NEW = 18
+NEW = 14
 
 
 def assert_same(case: Case, drafts: dict[str, Any], **kwargs: Any) -> Tensor:
@@ -166,7 +166,7 @@ def test_without_a_cache_argument(name: str) -> None:
     assert_same(case, {"head": (case.head(), "eagle_25")}, use_cache=False)
 
 
-@pytest.mark.parametrize("length", [1, 2, 6, 9, 14])
+@pytest.mark.parametrize("length", [1, 6, 14])
 @pytest.mark.parametrize("name", ["llama", "chameleon-text"])
 def test_unconditional_prompt_of_any_length(name: str, length: int) -> None:
     case = make_case(name, rows=2, guidance=2.0)

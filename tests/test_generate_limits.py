@@ -265,7 +265,7 @@ def test_processors_that_keep_state_are_refused(silent: Any) -> None:
     from transformers.generation.logits_process import SynthIDTextWatermarkLogitsProcessor
 
     case = silent()
-    processor = SynthIDTextWatermarkLogitsProcessor(2, [1, 2], 16, 8, 4, torch.device("cpu"))
+    processor = SynthIDTextWatermarkLogitsProcessor(2, [1, 2], 16, 8, 4, device="cpu")
     with pytest.raises(ValueError, match="keeps state between calls"):
         case.lantern(case.head(), max_new_tokens=4, logits_processor=[processor])
 

@@ -25,7 +25,7 @@ from lantern_hf import LanternPipeline
 from lantern_hf.models.vq import decode_codes, encode_pixels
 
 
-def sample(pipeline: LanternPipeline, prompts: list[str], seed: int, batch_size: int = 32, **settings) -> np.ndarray:
+def sample(pipeline: LanternPipeline, prompts: list[str], seed: int, batch_size: int = 64, **settings) -> np.ndarray:
     """Pictures `(M, 64, 64, 3)` uint8, one generator a picture, so that batching does not change them."""
     pictures = []
     for start in tqdm(range(0, len(prompts), batch_size), desc=str(settings), leave=False):
@@ -112,9 +112,9 @@ if __name__ == "__main__":
     parser.add_argument("--vq", type=Path, default=Path("runs/vq"))
     parser.add_argument("--out", type=Path, default=Path("runs/quality"))
     parser.add_argument("--styles", nargs="*", default=["noto", "fluent flat"])
-    parser.add_argument("--guidance", type=float, nargs="+", default=[1.5, 2.0, 3.0])
-    parser.add_argument("--top-k", type=int, nargs="+", default=[0, 50])
-    parser.add_argument("--sweep", type=int, default=128)
+    parser.add_argument("--guidance", type=float, nargs="+", default=[2.0, 3.0, 4.0])
+    parser.add_argument("--top-k", type=int, nargs="+", default=[0, 100])
+    parser.add_argument("--sweep", type=int, default=96)
     parser.add_argument("--samples", type=int, default=512)
     parser.add_argument("--seed", type=int, default=0)
     main(parser.parse_args())

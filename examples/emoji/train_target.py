@@ -185,7 +185,7 @@ if __name__ == "__main__":
     parser.add_argument("--num-codes", type=int, default=512)
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--hidden", type=int, default=160)
-    parser.add_argument("--steps", type=int, default=3200)
+    parser.add_argument("--steps", type=int, default=1300)
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
