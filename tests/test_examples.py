@@ -46,12 +46,20 @@ def test_trains_a_bundle_that_draws(scripts: None, tmp_path: Path, capsys: pytes
         **common, out=tmp_path / "vq", init=None, rate=0.5, num_codes=32, channels=[8, 8, 16], steps=3, lr=1e-3
     )
     train_vq.train(vq)
-    target = {"vq": vq.out, "out": tmp_path / "target", "num_codes": 32, "layers": 2, "hidden": 32, "lr": 1e-3}
-    train_target.train(Namespace(**common, **target, steps=2, save_every=2, compile=False))
-    train_target.train(Namespace(**common, **target, steps=4, save_every=2, compile=False))  # goes on from step 2
+    target: dict = {"vq": vq.out, "out": tmp_path / "target", "num_codes": 32, "layers": 2, "hidden": 32, "lr": 1e-3}
+    target |= {"init": None, "corruption": 0.6, "save_every": 2, "compile": False}
+    train_target.train(Namespace(**common, **target, steps=2))
+    train_target.train(Namespace(**common, **target, steps=4))  # goes on from step 2
     steps = (tmp_path / "target" / "log.jsonl").read_text().splitlines()
     assert len([line for line in steps if '"nll"' in line]) == 2
-    head = {"vq": vq.out, "target": tmp_path / "target", "out": tmp_path / "head", "intermediate": 48, "unroll": 1}
+    head = {
+        "vq": vq.out,
+        "target": tmp_path / "target",
+        "out": tmp_path / "head",
+        "intermediate": 48,
+        "unroll": 1,
+        "init": None,
+    }
     train_head.main(Namespace(**common, **head, steps=2, lr=1e-3, noise=0.1, distribution_weight=1.0))
     bundle = {"vq": vq.out, "vq_before": [], "target": tmp_path / "target", "head": tmp_path / "head"}
     build_bundle.main(

@@ -67,7 +67,10 @@ def main(args: argparse.Namespace) -> None:
         )
 
     torch.manual_seed(args.seed)
-    head = LanternDraftModel.for_target(target, intermediate_size=args.intermediate)
+    if args.init:
+        head = LanternDraftModel.from_pretrained(args.init)
+    else:
+        head = LanternDraftModel.for_target(target, intermediate_size=args.intermediate)
     config = TrainingConfig(
         steps=args.steps,
         batch_size=args.batch_size,
@@ -95,6 +98,7 @@ if __name__ == "__main__":
     parser.add_argument("--target", type=Path, default=Path("runs/target"))
     parser.add_argument("--out", type=Path, default=Path("runs/head"))
     parser.add_argument("--styles", nargs="*", default=["noto", "fluent flat"])
+    parser.add_argument("--init", type=Path, help="start from this head")
     parser.add_argument("--intermediate", type=int, default=448)
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--batch-size", type=int, default=16)

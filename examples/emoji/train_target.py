@@ -75,7 +75,7 @@ class TextToCodes(nn.Module):
         self.encoder, self.target, self.tokenizer = encoder, target, tokenizer
 
     def forward(self, prompts: list[str], codes: Tensor, drop: Tensor) -> Tensor:
-        """Return the logits of every code, `(B, 256, K)`; rows of `drop` `(B,)` bool see the unconditional prefix."""
+        """Return the logits that predict each code, `(B, 256, K)`; rows of `drop` see no caption."""
         features, mask = encode_prompts(self.tokenizer, self.encoder, prompts)
         target, prefix = self.target, PREFIX_LENGTH
         prefix_ids = torch.where(drop[:, None], target.unconditional_ids(len(codes)), target.caption_ids(len(codes)))
@@ -85,6 +85,17 @@ class TextToCodes(nn.Module):
             input_ids=input_ids, attention_mask=attention_mask, caption_embeds=features, use_cache=False
         ).last_hidden_state
         return target.image_logits(hidden[:, prefix - 1 :])
+
+
+def corrupt(codes: Tensor, strength: float, generator: torch.Generator) -> Tensor:
+    """Replace a share of each picture's codes, up to `strength`, by codes of the whole batch.
+
+    A few true codes give a training picture away, and then the text has nothing to add. Among false ones the text is
+    what can be trusted.
+    """
+    rate = torch.rand(len(codes), 1, generator=generator) * strength
+    others = codes.flatten()[torch.randint(codes.numel(), codes.shape, generator=generator)]
+    return torch.where(torch.rand(codes.shape, generator=generator) < rate, others, codes)
 
 
 def build_optimizers(model: TextToCodes, lr: float) -> list[torch.optim.Optimizer]:
@@ -125,6 +136,8 @@ def train(args: argparse.Namespace) -> None:
     encoder = build_text_encoder(len(tokenizer))
     target = build_target(args.num_codes, args.layers, args.hidden, encoder.config.d_model)
     model = TextToCodes(encoder, target, tokenizer)
+    if args.init:
+        model.load_state_dict(torch.load(args.init, weights_only=True)["model"])
     optimizers = build_optimizers(model, args.lr)
     step, elapsed, checkpoint_path = 0, 0.0, args.out / "checkpoint.pt"
     if (state := load_checkpoint(checkpoint_path)) is not None:
@@ -149,7 +162,7 @@ def train(args: argparse.Namespace) -> None:
             for group in optimizer.param_groups:
                 group["lr"] = args.lr * warmup_cosine(step, args.steps, 100)
         with torch.autocast("cpu", torch.bfloat16, enabled=args.bf16):
-            logits = model(prompts, codes[chosen], drop)
+            logits = model(prompts, corrupt(codes[chosen], args.corruption, generator), drop)
         loss = F.cross_entropy(logits.float().flatten(0, 1), codes[chosen].flatten())
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -188,6 +201,8 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=1300)
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--init", type=Path, help="start from the weights of this checkpoint")
+    parser.add_argument("--corruption", type=float, default=0.6, help="largest share of input codes made false")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save-every", type=int, default=250)
     parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=True)
