@@ -87,13 +87,14 @@ class TextToCodes(nn.Module):
         return target.image_logits(hidden[:, prefix - 1 :])
 
 
-def corrupt(codes: Tensor, strength: float, generator: torch.Generator) -> Tensor:
-    """Replace a share of each picture's codes, up to `strength`, by codes of the whole batch.
+def corrupt(codes: Tensor, least: float, most: float, generator: torch.Generator) -> Tensor:
+    """Replace a share of each picture's codes, drawn from [least, most], by codes of the whole batch.
 
-    A few true codes give a training picture away, and then the text has nothing to add. Among false ones the text is
+    A few true codes give a training picture away, and then the text has nothing to add: it is worth 8 nats a picture at
+    best, the codes some 600, so that a model left alone learns to copy and not to read. Among false codes the text is
     what can be trusted.
     """
-    rate = torch.rand(len(codes), 1, generator=generator) * strength
+    rate = least + (most - least) * torch.rand(len(codes), 1, generator=generator)
     others = codes.flatten()[torch.randint(codes.numel(), codes.shape, generator=generator)]
     return torch.where(torch.rand(codes.shape, generator=generator) < rate, others, codes)
 
@@ -136,8 +137,6 @@ def train(args: argparse.Namespace) -> None:
     encoder = build_text_encoder(len(tokenizer))
     target = build_target(args.num_codes, args.layers, args.hidden, encoder.config.d_model)
     model = TextToCodes(encoder, target, tokenizer)
-    if args.init:
-        model.load_state_dict(torch.load(args.init, weights_only=True)["model"])
     optimizers = build_optimizers(model, args.lr)
     step, elapsed, checkpoint_path = 0, 0.0, args.out / "checkpoint.pt"
     if (state := load_checkpoint(checkpoint_path)) is not None:
@@ -161,8 +160,10 @@ def train(args: argparse.Namespace) -> None:
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = args.lr * warmup_cosine(step, args.steps, 100)
+        reading = step < args.reading * args.steps  # the first part of the run sees nothing but the text
+        context = corrupt(codes[chosen], 1.0 if reading else 0.0, 1.0 if reading else args.corruption, generator)
         with torch.autocast("cpu", torch.bfloat16, enabled=args.bf16):
-            logits = model(prompts, corrupt(codes[chosen], args.corruption, generator), drop)
+            logits = model(prompts, context, drop)
         loss = F.cross_entropy(logits.float().flatten(0, 1), codes[chosen].flatten())
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -198,11 +199,13 @@ if __name__ == "__main__":
     parser.add_argument("--num-codes", type=int, default=512)
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--hidden", type=int, default=160)
-    parser.add_argument("--steps", type=int, default=1300)
+    parser.add_argument("--steps", type=int, default=4500)
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--init", type=Path, help="start from the weights of this checkpoint")
-    parser.add_argument("--corruption", type=float, default=0.6, help="largest share of input codes made false")
+    parser.add_argument(
+        "--reading", type=float, default=0.25, help="share of the run in which every input code is false"
+    )
+    parser.add_argument("--corruption", type=float, default=0.4, help="largest share of false input codes after that")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save-every", type=int, default=250)
     parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=True)
