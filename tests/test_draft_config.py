@@ -1,20 +1,16 @@
 """The draft head's configuration: read from targets, refused when it gives no head."""
 
 import pytest
-from transformers import ChameleonConfig, LlamaConfig
+from transformers import ChameleonConfig
 
 from lantern_hf.draft_config import LanternDraftConfig, head_config_from
+from lantern_hf.models.configuration_llamagen import LlamaGenConfig
 
 
 def test_geometry_of_families():
-    class LlamaGenConfig(LlamaConfig):
-        model_type = "llamagen"
-        grid_size: list[int] | None = None
-        prefix_length: int = 0
-        prefix_rotation: str = "zero"
-
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
-    head = head_config_from(LlamaGenConfig(**sizes, grid_size=[4, 6], prefix_length=5, prefix_rotation="identity"))
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    image = {"codebook_size": 64, "grid_size": [4, 6], "prefix_length": 5, "prefix_rotation": "identity"}
+    head = head_config_from(LlamaGenConfig(**sizes, **image))
     assert (head.rope_type, head.grid, head.prefix_length, head.prefix_rotation) == ("2d", [4, 6], 5, "identity")
     assert (head.codebook_size, head.qk_norm, head.input_layernorm) == (64, False, False)
     head = head_config_from(ChameleonConfig(**sizes, num_key_value_heads=4, vq_config={"num_embeddings": 17}))
