@@ -47,7 +47,7 @@ def test_trains_a_bundle_that_draws(scripts: None, tmp_path: Path, capsys: pytes
     )
     train_vq.train(vq)
     target: dict = {"vq": vq.out, "out": tmp_path / "target", "num_codes": 32, "layers": 2, "hidden": 32, "lr": 1e-3}
-    target |= {"reading": 0.5, "corruption": 0.4, "save_every": 2, "compile": False}
+    target |= {"corruption": 0.3, "save_every": 2, "compile": False}
     train_target.train(Namespace(**common, **target, steps=2))
     train_target.train(Namespace(**common, **target, steps=4))  # goes on from step 2
     steps = (tmp_path / "target" / "log.jsonl").read_text().splitlines()
