@@ -122,6 +122,18 @@ def test_class_conditional_prefix() -> None:
     assert (logits[..., 16:] == torch.finfo(torch.float32).min).all()
 
 
+def test_a_prefix_of_one_position_is_not_taken_for_a_code() -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaGenConfig(codebook_size=16, grid_size=[2, 2], prefix_length=1, caption_dim=8, **sizes)
+    model = LlamaGenForConditionalGeneration(config).eval()
+    ids, positions = model.unconditional_ids(1), torch.zeros(1, 1, dtype=torch.long)
+    with torch.no_grad():
+        embeds = model.model.embed(ids, positions)
+        learned = model.model.prefix.project(model.model.prefix.uncond_embedding)
+    assert torch.equal(embeds[0], learned)
+
+
 def test_saves_and_loads(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

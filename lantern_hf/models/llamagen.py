@@ -108,13 +108,13 @@ class LlamaGenModel(LlamaGenPreTrainedModel, LlamaModel):
         """
         num_codes = self.config.codebook_size
         embeds = self.embed_tokens(input_ids.clamp_max(num_codes - 1))
-        # Decoding steps hold codes only; the positions say so without looking at the ids, which would cost a sync.
-        if input_ids.shape[1] == 1 and caption_embeds is None:
-            return embeds if self.config.conditioning == "text" else self._embed_class(embeds, input_ids)
         if self.config.conditioning == "class":
             return self._embed_class(embeds, input_ids)
         if caption_embeds is not None:
             return self._embed_caption(embeds, input_ids, position_ids, caption_embeds)
+        # A single token is a decoding step, unless the whole prefix is one; looking at the id would cost a sync.
+        if input_ids.shape[1] == 1 and self.config.prefix_length > 1:
+            return embeds
         return self._embed_uncond(embeds, input_ids, position_ids)
 
     def _embed_class(self, embeds: Tensor, input_ids: Tensor) -> Tensor:
