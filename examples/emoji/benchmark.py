@@ -3,9 +3,9 @@ run.
 
     python examples/emoji/benchmark.py --out runs/benchmark.json
 
-Steps are counted on 32 seen and 32 held-out prompts in batches, which changes no row's tokens; times are taken one
-prompt at a time, every method on a prompt before the next prompt, so that a drift of the machine meets all of them
-alike.
+Times are taken one prompt at a time, every method on a prompt before the next prompt, so that a drift of the machine
+meets all of them alike; passes are counted along the way. For the trees of `--count` passes are counted on 32 seen and
+32 held-out prompts instead, in batches, which changes no row's tokens.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import json
 import platform
 import time
+from functools import reduce
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -22,7 +23,7 @@ import diffusers
 import torch
 import transformers
 from emoji_data import load_emoji
-from emoji_text import seen_and_unseen
+from emoji_text import encode_prompts, seen_and_unseen
 from tqdm import tqdm
 
 from lantern_hf import TREES, DecodingStats, LanternConfig, LanternPipeline
@@ -63,14 +64,17 @@ def count_steps(pipeline: LanternPipeline, prompts: list[str], config: LanternCo
 
 def time_stock(pipeline: LanternPipeline, prompt: str, seed: int, guidance: float) -> float:
     """Seconds of transformers' own `model.generate(guidance_scale=...)` for one picture."""
-    inputs = pipeline.encode_prompt([prompt])
     transformer = pipeline.transformer
     torch.manual_seed(seed)
     start = time.perf_counter()
+    with torch.no_grad():
+        features, mask = encode_prompts(pipeline.tokenizer, pipeline.text_encoder, [prompt])
     transformer.generate(
-        **inputs,
+        input_ids=transformer.caption_ids(1),
+        attention_mask=mask,
+        caption_embeds=features,
         negative_prompt_ids=transformer.unconditional_ids(1),
-        negative_prompt_attention_mask=inputs["attention_mask"],
+        negative_prompt_attention_mask=mask,
         guidance_scale=guidance,
         do_sample=True,
         top_k=0,
@@ -79,9 +83,12 @@ def time_stock(pipeline: LanternPipeline, prompt: str, seed: int, guidance: floa
     return time.perf_counter() - start
 
 
-def time_all(pipeline: LanternPipeline, prompts: list[str], names: list[str], args) -> dict[str, list[float]]:
-    """Seconds of every method on every prompt, the order rotated from prompt to prompt."""
+def time_all(
+    pipeline: LanternPipeline, prompts: list[str], names: list[str], args
+) -> tuple[dict[str, list[float]], dict[str, DecodingStats]]:
+    """Seconds of every method on every prompt, the order rotated from prompt to prompt, and statistics of each."""
     seconds: dict[str, list[float]] = {name: [] for name in [*names, "stock"]}
+    steps: dict[str, DecodingStats] = {}
     for index, prompt in enumerate(tqdm(["warm-up", *prompts], desc="timing")):
         order = [*names, "stock"]
         order = order[index % len(order) :] + order[: index % len(order)]
@@ -90,18 +97,13 @@ def time_all(pipeline: LanternPipeline, prompts: list[str], names: list[str], ar
             if name == "stock":
                 taken = time_stock(pipeline, prompt, args.seed, args.guidance)
             else:
-                pipeline(
-                    [prompt],
-                    generator=generators(args.seed, 1),
-                    lantern_config=settings_of(name),
-                    guidance_scale=args.guidance,
-                    top_k=0,
-                    output_type="latent",
-                )
+                stats = count_steps(pipeline, [prompt], settings_of(name), args)
                 taken = time.perf_counter() - start
+                if index:
+                    steps[name] = steps[name].merge(stats) if name in steps else stats
             if index:
                 seconds[name].append(taken)
-    return seconds
+    return seconds, steps
 
 
 def ratio(base: list[float], method: list[float]) -> dict[str, float]:
@@ -122,6 +124,18 @@ def machine() -> dict[str, Any]:
     }
 
 
+def described(groups: dict[str, DecodingStats]) -> dict[str, Any]:
+    """Passes over all groups of prompts, and over each."""
+    both = reduce(DecodingStats.merge, groups.values())
+    return {
+        "prompts": len(both.new_tokens),
+        "tokens_per_pass": both.tokens_per_pass,
+        "relaxed_tv_per_token": both.relaxed_tv_per_token,
+        "acceptance_per_depth": both.acceptance_per_depth,
+        **{f"tokens_per_pass_{group}": value.tokens_per_pass for group, value in groups.items()},
+    }
+
+
 def main(args: argparse.Namespace) -> None:
     pipeline = LanternPipeline.from_pretrained(args.model or embedded_model_path(), dtype=torch.float32)
     pipeline.set_progress_bar_config(disable=True)
@@ -129,30 +143,24 @@ def main(args: argparse.Namespace) -> None:
     seen, unseen = seen_and_unseen(emoji.captions, emoji.held_out, args.prompts, args.seed)
     names = ["plain"] + [f"{tree} {mode}" for tree in args.trees for mode in ("strict", "lam 3 k 10")]
     result: dict[str, Any] = {"machine": machine(), "seed": args.seed, "guidance": args.guidance, "dtype": "float32"}
-    result["steps"] = {}
-    for name in tqdm(names, desc="steps"):
-        groups = {"seen": seen, "unseen": unseen}
-        stats = {group: count_steps(pipeline, prompts, settings_of(name), args) for group, prompts in groups.items()}
-        both = stats["seen"].merge(stats["unseen"])
-        result["steps"][name] = {
-            "tokens_per_pass": both.tokens_per_pass,
-            "relaxed_tv_per_token": both.relaxed_tv_per_token,
-            "acceptance_per_depth": both.acceptance_per_depth,
-            **{f"tokens_per_pass_{group}": value.tokens_per_pass for group, value in stats.items()},
-        }
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=2) + "\n")
     half = args.timed // 2
-    seconds = time_all(pipeline, seen[:half] + unseen[: args.timed - half], names, args)
+    seconds, steps = time_all(pipeline, seen[:half] + unseen[: args.timed - half], names, args)
+    result["steps"] = {name: described({"timed": stats}) for name, stats in steps.items()}
+    for name in tqdm([name for name in names if name.split()[0] in args.count], desc="steps"):
+        groups = {"seen": seen, "unseen": unseen}
+        result["steps"][name] = described(
+            {group: count_steps(pipeline, prompts, settings_of(name), args) for group, prompts in groups.items()}
+        )
+    args.out.parent.mkdir(parents=True, exist_ok=True)
     result["seconds"] = {name: {"median": median(values), "all": values} for name, values in seconds.items()}
     result["speed_over_plain"] = {name: ratio(seconds["plain"], values) for name, values in seconds.items()}
     result["speed_over_stock"] = {name: ratio(seconds["stock"], values) for name, values in seconds.items()}
     args.out.write_text(json.dumps(result, indent=2) + "\n")
     for name in [*names, "stock"]:
-        steps, speed = result["steps"].get(name, {}), result["speed_over_plain"][name]
+        counts, speed = result["steps"].get(name, {}), result["speed_over_plain"][name]
         stock = result["speed_over_stock"][name]["median"]
         print(
-            f"| {name} | {steps.get('tokens_per_pass', 1):.2f} | {steps.get('relaxed_tv_per_token', 0):.3f} | "
+            f"| {name} | {counts.get('tokens_per_pass', 1):.2f} | {counts.get('relaxed_tv_per_token', 0):.3f} | "
             f"{result['seconds'][name]['median']:.2f} | {speed['median']:.2f} "
             f"({speed['q25']:.2f}-{speed['q75']:.2f}) | {stock:.2f} |"
         )
@@ -165,6 +173,7 @@ if __name__ == "__main__":
     parser.add_argument("--out", type=Path, default=Path("runs/benchmark.json"))
     parser.add_argument("--styles", nargs="*", default=["noto", "fluent flat"])
     parser.add_argument("--trees", nargs="+", default=list(TREES))
+    parser.add_argument("--count", nargs="*", default=["wide_57"], help="trees to count passes of on all prompts")
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--timed", type=int, default=6)
     parser.add_argument("--batch-size", type=int, default=16)

@@ -88,12 +88,12 @@ class TextToCodes(nn.Module):
 
 
 def corrupt(codes: Tensor, most: float, generator: torch.Generator) -> Tensor:
-    """Replace a share of each picture's codes, up to `most`, by codes of the whole batch.
+    """Replace a share of each picture's codes by codes of the whole batch: `most * u**2`, u uniform.
 
-    A few true codes give a training picture away, and then the text has nothing to add; it also keeps the target from
-    learning the pictures by heart.
+    A few true codes give a training picture away, and then the text has nothing to add; where most of them are false,
+    only the text can tell. It also keeps the target from learning the pictures by heart.
     """
-    rate = most * torch.rand(len(codes), 1, generator=generator)
+    rate = most * torch.rand(len(codes), 1, generator=generator).square()
     others = codes.flatten()[torch.randint(codes.numel(), codes.shape, generator=generator)]
     return torch.where(torch.rand(codes.shape, generator=generator) < rate, others, codes)
 
@@ -102,14 +102,17 @@ def build_optimizers(model: TextToCodes) -> list[torch.optim.Optimizer]:
     """Muon on the hidden matrices of the target, AdamW on the rest; `scale` of a group multiplies the learning rate.
 
     The text path learns slowest. At Muon's rate the caption projection grew to 300 times the size of a code's embedding
-    and one direction for all captions (cosine 0.99), so that no caption could be told from another.
+    and one direction for all captions (cosine 0.99), so that no caption could be told from another. Its word
+    embeddings learn fastest: most words come once in hundreds of steps, and Adam moves a row by a few times the rate
+    each time, which is nothing against their initial size of 1 unless the rate is high.
     """
     hidden = [p for name, p in model.target.model.layers.named_parameters() if p.ndim == 2]
-    text = [*model.encoder.parameters(), *model.target.model.prefix.parameters()]
-    chosen = {id(p) for p in [*hidden, *text]}
+    words = model.encoder.get_input_embeddings().weight
+    text = [*(p for p in model.encoder.parameters() if p is not words), *model.target.model.prefix.parameters()]
+    chosen = {id(p) for p in [*hidden, *text, words]}
     rest = [p for p in model.parameters() if id(p) not in chosen]
     muon = [{"params": hidden, "scale": 1.0}]
-    adamw = [{"params": rest, "scale": 0.3}, {"params": text, "scale": 0.1}]
+    adamw = [{"params": rest, "scale": 0.3}, {"params": text, "scale": 0.3}, {"params": [words], "scale": 8.0}]
     return [
         torch.optim.Muon(muon, lr=1.0, momentum=0.95, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(adamw, lr=1.0, betas=(0.9, 0.95), weight_decay=0.01),
@@ -210,7 +213,7 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=2600)
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--corruption", type=float, default=0.3, help="largest share of false input codes")
+    parser.add_argument("--corruption", type=float, default=0.9, help="largest share of false input codes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save-every", type=int, default=250)
     parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=True)
