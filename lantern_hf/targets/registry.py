@@ -10,6 +10,7 @@ from lantern_hf.targets.base import TargetAdapter
 from lantern_hf.targets.causal_lm import CausalLMAdapter
 from lantern_hf.targets.chameleon import ChameleonAdapter
 from lantern_hf.targets.llamagen import LlamaGenAdapter
+from lantern_hf.targets.lumina_mgpt import LuminaAdapter
 
 logger = logging.get_logger(__name__)
 
@@ -19,6 +20,7 @@ ENTRY_POINTS = "lantern_hf.targets"
 # The first that matches serves, so a family that narrows another comes before it.
 BUILT_IN: tuple[type[TargetAdapter], ...] = (
     LlamaGenAdapter,
+    LuminaAdapter,
     ChameleonAdapter,
 )
 
