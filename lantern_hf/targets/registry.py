@@ -9,6 +9,8 @@ from transformers.utils import logging
 from lantern_hf.targets.base import TargetAdapter
 from lantern_hf.targets.causal_lm import CausalLMAdapter
 from lantern_hf.targets.chameleon import ChameleonAdapter
+from lantern_hf.targets.glm_image import GlmImageAdapter
+from lantern_hf.targets.janus import JanusAdapter
 from lantern_hf.targets.llamagen import LlamaGenAdapter
 
 logger = logging.get_logger(__name__)
@@ -20,6 +22,8 @@ ENTRY_POINTS = "lantern_hf.targets"
 BUILT_IN: tuple[type[TargetAdapter], ...] = (
     LlamaGenAdapter,
     ChameleonAdapter,
+    JanusAdapter,
+    GlmImageAdapter,
 )
 
 _registered: list[type[TargetAdapter]] = []
