@@ -12,6 +12,7 @@ from lantern_hf.targets.chameleon import ChameleonAdapter
 from lantern_hf.targets.glm_image import GlmImageAdapter
 from lantern_hf.targets.janus import JanusAdapter
 from lantern_hf.targets.llamagen import LlamaGenAdapter
+from lantern_hf.targets.lumina_mgpt import LuminaAdapter
 
 logger = logging.get_logger(__name__)
 
@@ -21,6 +22,7 @@ ENTRY_POINTS = "lantern_hf.targets"
 # The first that matches serves, so a family that narrows another comes before it.
 BUILT_IN: tuple[type[TargetAdapter], ...] = (
     LlamaGenAdapter,
+    LuminaAdapter,
     ChameleonAdapter,
     JanusAdapter,
     GlmImageAdapter,
