@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from conftest import NUM_CODES
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, GlmImagePipeline, GlmImageTransformer2DModel
@@ -10,6 +12,7 @@ from torch import Tensor
 from transformers import (
     ByT5Tokenizer,
     GenerationConfig,
+    GenerationMixin,
     GlmImageConfig,
     GlmImageForConditionalGeneration,
     GlmImageProcessor,
@@ -92,6 +95,19 @@ def tiny_janus(attn_implementation: str = "sdpa") -> JanusForConditionalGenerati
     return model
 
 
+class CommonJanus(JanusForConditionalGeneration):
+    """Janus with transformers' common `generate`, which takes a decoding loop for images too."""
+
+    generate = GenerationMixin.generate
+
+
+def common_janus(attn_implementation: str = "sdpa") -> JanusForConditionalGeneration:
+    """The tiny Janus under the common `generate`."""
+    model = tiny_janus(attn_implementation)
+    model.__class__ = CommonJanus
+    return model
+
+
 def janus_processor() -> JanusProcessor:
     """Janus' processor over a few words."""
     names = ["<pad>", "<s>", "</s>", "<begin_of_image>", "<end_of_image>", "<image_placeholder>", *WORDS]
@@ -159,6 +175,27 @@ def tiny_glm_image(attn_implementation: str = "sdpa") -> GlmImageForConditionalG
     with torch.no_grad():
         model.lm_head.weight[NUM_CODES:] = 0
     return model
+
+
+def glm_image_inputs(model: GlmImageForConditionalGeneration, rows: int, guided: bool) -> dict[str, Any]:
+    """Prompts of unequal length, padded on the left, one grid of 4 x 3 codes each."""
+    ids = torch.full((rows, 4 + rows), GLM_PAD)
+    for row in range(rows):
+        ids[row, -4 - row :] = torch.tensor([*range(50, 53 + row), GLM_BOI])
+    grids, counts = torch.tensor([[1, 4, 3]]).repeat(rows, 1), torch.ones(rows, dtype=torch.long)
+    inputs = {"input_ids": ids, "attention_mask": (ids != GLM_PAD).long()}
+    inputs |= {"image_grid_thw": grids, "images_per_sample": counts}
+    return inputs | ({"guidance_scale": 3.0} if guided else {})
+
+
+def glm_image_logits(model: GlmImageForConditionalGeneration, inputs: dict[str, Any], codes: Tensor) -> Tensor:
+    """The stock forward over prompts and codes at once, at the positions of the stock model: `(B, S + T, C)`."""
+    names = ("input_ids", "attention_mask", "image_grid_thw", "images_per_sample")
+    positions, _ = model.model.get_rope_index(**{name: inputs[name] for name in names})
+    behind = model.model._cached_decode_position_ids.transpose(0, 1)[..., : codes.shape[1]]
+    mask = torch.cat([inputs["attention_mask"], torch.ones_like(codes)], 1)
+    ids = torch.cat([inputs["input_ids"], codes], 1)
+    return model(input_ids=ids, attention_mask=mask, position_ids=torch.cat([positions, behind], -1)).logits
 
 
 def glm_image_processor() -> GlmImageProcessor:

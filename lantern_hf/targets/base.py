@@ -58,6 +58,7 @@ class TargetAdapter:
         columns: Token ids that may be emitted, `(C,)` int64, codebook entries first and in order; None is the identity.
         num_codes: How many of the first columns are codebook entries; 0 means that acceptance is strict.
         structured: Whether some offsets force a token or allow only some columns.
+        returns_prompt: Whether `generate` of an attached model gives the prompt back in front of an image.
     """
 
     family: ClassVar[str]
@@ -66,6 +67,7 @@ class TargetAdapter:
     columns: Tensor | None = None
     num_codes: int = 0
     structured: bool = False
+    returns_prompt: ClassVar[bool] = True
 
     @property
     def num_columns(self) -> int:

@@ -8,6 +8,7 @@ wrong for a tree and kept on the model, so the adapter works them out itself, on
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ class GlmImageAdapter(TargetAdapter):
     """
 
     family = "glm_image"
+    model_types = ("glm_image",)
     has_codebook = True
 
     def __init__(self, model: PreTrainedModel, input_ids: Tensor | None = None):
@@ -101,10 +103,41 @@ class GlmImageAdapter(TargetAdapter):
         """Codes alone, `(C,)`."""
         return torch.arange(self.num_columns, device=offset.device) < self.num_codes
 
+    def encode(
+        self,
+        processor: Any,
+        prompts: Sequence[str],
+        *,
+        guided: bool = False,
+        height: int | Sequence[int] | None = None,
+        width: int | Sequence[int] | None = None,
+    ) -> dict[str, Any]:
+        """Turn texts into arguments of `generate`, in the words of diffusers' pipeline; 1024 x 1024 by default."""
+        if guided:
+            raise ValueError(
+                "GLM-Image's prior is decoded without guidance, which is the diffusion model's. Leave it out."
+            )
+        height, width = 1024 if height is None else height, 1024 if width is None else width
+        if not (isinstance(height, int) and isinstance(width, int)):
+            raise ValueError("GLM-Image's processor takes one size for all prompts. Pass height and width as numbers.")
+        chats = [[{"role": "user", "content": [{"type": "text", "text": prompt}]}] for prompt in prompts]
+        inputs = processor.apply_chat_template(
+            chats,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+            processor_kwargs={"padding": len(prompts) > 1, "target_h": height, "target_w": width},
+        )
+        grids = inputs["image_grid_thw"][: int(inputs["images_per_sample"][0])]
+        return dict(inputs) | {"max_new_tokens": int(grids.prod(1).sum()) + 1}
+
     def image_codes(self, token_ids: Tensor) -> list[list[Tensor]]:
         """The large grid of each row that has all its codes, `(h, w)` int64."""
         if self._grids is None:
-            return super().image_codes(token_ids)
+            raise ValueError(
+                "The size of the grids is not known here; it is in `image_grid_thw` of the call. For pictures attach "
+                "the prior of a diffusers GlmImagePipeline with default_on=True, and call the pipeline."
+            )
         found: list[list[Tensor]] = []
         for row, grids in zip(token_ids, self._grids, strict=True):
             *before, (height, width) = grids

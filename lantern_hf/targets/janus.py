@@ -8,6 +8,7 @@ stock method. Text is decoded strictly.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -39,7 +40,9 @@ class JanusAdapter(TargetAdapter):
     """
 
     family = "janus"
+    model_types = ("janus",)
     has_codebook = True
+    returns_prompt = False
 
     def __init__(self, model: PreTrainedModel, input_ids: Tensor | None = None, *, generation_mode: str = "text"):
         super().__init__(model, input_ids)
@@ -133,6 +136,31 @@ class JanusAdapter(TargetAdapter):
         head = self.model.model.generation_head
         return head(to_module(head.proj_out, hidden_states))
 
+    def encode(
+        self,
+        processor: Any,
+        prompts: Sequence[str],
+        *,
+        guided: bool = False,
+        height: int | Sequence[int] | None = None,
+        width: int | Sequence[int] | None = None,
+    ) -> dict[str, Any]:
+        """Turn texts into arguments of an attached model's `generate`; the size is the model's."""
+        size = self.model.config.vision_config.image_size
+        sides = [side for sides in (height, width) if sides is not None for side in _listed(sides)]
+        if wrong := [side for side in sides if side != size]:
+            raise ValueError(f"Janus' images are {size} x {size} pixels, not {wrong[0]}. Leave out height and width.")
+        chats = [[{"role": "user", "content": [{"type": "text", "text": prompt}]}] for prompt in prompts]
+        texts = processor.apply_chat_template(chats, add_generation_prompt=True)
+        inputs = processor(text=texts, generation_mode="image", padding=True, return_tensors="pt")
+        inputs = dict(inputs) | {"generation_mode": "image", "max_new_tokens": self._num_tokens}
+        return inputs if guided else inputs | {"guidance_scale": 1.0}  # which is 5 where nobody says
+
+    @property
+    def _num_tokens(self) -> int:
+        """Codes of an image."""
+        return self.model.config.vision_config.num_image_tokens
+
     def image_codes(self, token_ids: Tensor) -> list[list[Tensor]]:
         """The one image of each row that has all its codes, `(h, w)` int64."""
         side = self.model.config.vq_config.num_patches
@@ -143,6 +171,11 @@ class JanusAdapter(TargetAdapter):
         """Decode `(B, h, w)` codes with the model's own decoder: `(B, 3, H, W)`, nominally in [-1, 1]."""
         vq = self.model.model.vqmodel if vq_model is None else vq_model
         return vq.decode(to_module(vq.quantize.embedding, codes.flatten(1)))
+
+
+def _listed(value: int | Sequence[int]) -> Sequence[int]:
+    """One number, or several, as several."""
+    return [value] if isinstance(value, int) else value
 
 
 def without_words(input_ids: Tensor, *configs: GenerationConfig) -> Tensor:
