@@ -190,6 +190,6 @@ FAMILIES = (
         2 + 4 * 7 + 1,
         {"height": 8, "width": 12},
     ),
-    Family("janus", common_janus, janus_inputs, janus_plain, janus_forward, 16, {"generation_mode": "image"}),
+    Family("janus", common_janus, janus_inputs, janus_plain, janus_forward, 16),
     Family("glm_image", tiny_glm_image, glm_image_inputs, glm_image_plain, glm_image_forward, 4 * 3 + 1),
 )

@@ -340,7 +340,7 @@ def test_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny_head(prior).save_pretrained(tmp_path / "head")
     glm_image_pipeline(prior).save_pretrained(tmp_path / "model")
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "examples"))
-    sys.modules.pop("glm_image", None)
+    monkeypatch.delitem(sys.modules, "glm_image", raising=False)
     import glm_image
 
     command = ["a red fox", "--model", str(tmp_path / "model"), "--head", str(tmp_path / "head"), "--dtype", "float32"]

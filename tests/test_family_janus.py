@@ -9,7 +9,7 @@ import torch
 from conftest import NUM_CODES, tiny_head
 from helpers import Oracle
 from PIL import Image
-from tiny_families import EOS, IMAGE, SIDE, janus_processor, janus_prompts, tiny_janus
+from tiny_families import BOI, BOS, EOS, IMAGE, PAD, SIDE, janus_processor, janus_prompts, tiny_janus
 from torch import Tensor
 
 from lantern_hf import TREES, LanternConfig, NeighborTable, attach
@@ -203,6 +203,19 @@ def test_draws_come_from_the_generator() -> None:
     )
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
+
+
+def test_prompts_tell_what_they_ask_for() -> None:
+    model = tiny_janus()
+    ids = torch.tensor([[BOS, 7, BOI], [BOS, 8, BOI]])
+    image, text = adapter_for(model, ids), adapter_for(model, ids[:, :2])
+    assert (image.makes_image, image.num_codes, image.vocab_size) == (True, NUM_CODES, NUM_CODES)
+    assert (text.makes_image, text.num_codes, text.vocab_size) == (False, 0, 40)
+    assert not adapter_for(model, ids, generation_mode="text").makes_image
+    assert image.unconditional(ids, None)[0].tolist() == [[BOS, PAD, BOI]] * 2
+    assert text.unconditional(ids[:, :2], None)[0].tolist() == [[7], [8]]
+    with pytest.raises(ValueError, match="1 of 2 prompts end with the begin-image token 3"):
+        adapter_for(model, torch.tensor([[BOS, BOI], [BOS, 8]]))
 
 
 def test_codebook_is_that_of_the_decoder() -> None:

@@ -164,7 +164,7 @@ def test_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model.save_pretrained(tmp_path / "model")
     janus_processor().save_pretrained(tmp_path / "model")
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "examples"))
-    sys.modules.pop("janus", None)
+    monkeypatch.delitem(sys.modules, "janus", raising=False)
     import janus
 
     command = ["a red fox", "--model", str(tmp_path / "model"), "--head", str(tmp_path / "head"), "--images", "2"]

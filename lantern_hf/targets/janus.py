@@ -33,10 +33,11 @@ class JanusAdapter(TargetAdapter):
     Args:
         model: The target.
         input_ids: Prompts of the call, `(B, S)` int64.
-        generation_mode: `"image"` or `"text"`, as in the model's own `generate`.
+        generation_mode: `"image"` or `"text"`, as in the model's own `generate`. Default: images for prompts that end
+            with the begin-image token, as the processor ends those for images.
 
     Raises:
-        ValueError: An unknown mode.
+        ValueError: An unknown mode, or prompts that ask for different ones.
     """
 
     family = "janus"
@@ -44,13 +45,26 @@ class JanusAdapter(TargetAdapter):
     has_codebook = True
     returns_prompt = False
 
-    def __init__(self, model: PreTrainedModel, input_ids: Tensor | None = None, *, generation_mode: str = "text"):
+    def __init__(self, model: PreTrainedModel, input_ids: Tensor | None = None, *, generation_mode: str | None = None):
         super().__init__(model, input_ids)
-        if generation_mode not in MODES:
+        if generation_mode not in (None, *MODES):
             raise ValueError(f"`generation_mode` must be one of {', '.join(MODES)}, got {generation_mode!r}.")
-        self.makes_image = generation_mode == "image"
+        self.makes_image = self._asks_for_image(input_ids) if generation_mode is None else generation_mode == "image"
         if self.makes_image:
             self.num_codes = self.codebook_size
+
+    def _asks_for_image(self, input_ids: Tensor | None) -> bool:
+        """Whether the prompts end with the begin-image token; rows must agree."""
+        begin = _token("boi_token_id", self.model.generation_config)
+        if input_ids is None or begin is None or not input_ids.shape[1]:
+            return False
+        ends = (input_ids[:, -1] == begin).tolist()
+        if any(ends) and not all(ends):
+            raise ValueError(
+                f"{sum(ends)} of {len(ends)} prompts end with the begin-image token {begin} and ask for an image, the "
+                "others for text. Generate images and text in separate calls."
+            )
+        return all(ends)
 
     @classmethod
     def matches(cls, model: PreTrainedModel) -> bool:
