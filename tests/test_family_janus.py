@@ -113,14 +113,15 @@ def test_guidance_is_optional() -> None:
     assert torch.equal(scores[:, start - 1 : -1].argmax(-1), output)
 
 
-@pytest.mark.parametrize("shows_picture", [False, True])
-def test_text_is_decoded_strictly(shows_picture: bool) -> None:
-    """Through the model's own text mode, with the features of a picture in the prompt."""
+@pytest.mark.parametrize(("shows_picture", "ends_as_for_an_image"), [(False, False), (True, False), (True, True)])
+def test_text_is_decoded_strictly(shows_picture: bool, ends_as_for_an_image: bool) -> None:
+    """As in the model's own text mode, with the features of a picture in the prompt; the mode is not guessed."""
     model = tiny_janus()
     processor = janus_processor()
     picture = Image.effect_noise((16, 16), 64).convert("RGB")
     text = "<s> <image_placeholder> what is this" if shows_picture else "<s> what is this"
     inputs = dict(processor(text=text, images=picture if shows_picture else None, return_tensors="pt"))
+    inputs["input_ids"][:, -1] = BOI if ends_as_for_an_image else inputs["input_ids"][:, -1]
     kwargs = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
     expected = model.generate(**inputs, **kwargs)
     attach(model)

@@ -86,14 +86,14 @@ class JanusAdapter(TargetAdapter):
         return F.normalize(self.model.model.vqmodel.quantize.embedding.weight, dim=-1)
 
     @classmethod
-    def generate_arguments(cls, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-        """Turn a call for images into one of transformers' common `generate`; one for text is left alone."""
+    def generate_arguments(cls, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Turn a call into one of transformers' common `generate`, for images and for text."""
         kwargs = dict(zip(("inputs", "attention_mask", "logits_processor"), args, strict=False)) | kwargs
         mode = kwargs.pop("generation_mode", None) or "text"
-        if mode == "text":
-            return None
+        # Told, not left to the prompt: the stock method reads nothing from how a prompt ends.
         options = {"generation_mode": mode} | dict(kwargs.pop("target_options", None) or {})
-        return _image_arguments(model, **kwargs) | {"target_options": options}
+        kwargs = kwargs | {"guidance_scale": None} if mode == "text" else _image_arguments(model, **kwargs)
+        return kwargs | {"target_options": options}
 
     def unconditional(self, input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The prompt with padding in place of its words for an image, the last token for text."""
