@@ -9,6 +9,8 @@ from transformers.utils import logging
 from lantern_hf.targets.base import TargetAdapter
 from lantern_hf.targets.causal_lm import CausalLMAdapter
 from lantern_hf.targets.chameleon import ChameleonAdapter
+from lantern_hf.targets.glm_image import GlmImageAdapter
+from lantern_hf.targets.janus import JanusAdapter
 from lantern_hf.targets.llamagen import LlamaGenAdapter
 from lantern_hf.targets.lumina_mgpt import LuminaAdapter
 
@@ -22,6 +24,8 @@ BUILT_IN: tuple[type[TargetAdapter], ...] = (
     LlamaGenAdapter,
     LuminaAdapter,
     ChameleonAdapter,
+    JanusAdapter,
+    GlmImageAdapter,
 )
 
 _registered: list[type[TargetAdapter]] = []
