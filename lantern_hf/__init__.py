@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from lantern_hf.processors import ImageTokensLogitsProcessor, RelaxedAcceptanceLogitsProcessor
     from lantern_hf.stats import DecodingStats
     from lantern_hf.strategy import lantern_generate
+    from lantern_hf.targets import TargetAdapter, register_target
     from lantern_hf.tree import TREES, DraftTree
 
 __all__ = [
@@ -47,12 +48,14 @@ __all__ = [
     "LlamaGenForConditionalGeneration",
     "NeighborTable",
     "RelaxedAcceptanceLogitsProcessor",
+    "TargetAdapter",
     "__version__",
     "attach",
     "check_tree_support",
     "detach",
     "embedded_pipeline",
     "lantern_generate",
+    "register_target",
 ]
 
 _MODULES = {
@@ -68,6 +71,7 @@ _MODULES = {
     "processors": "ImageTokensLogitsProcessor RelaxedAcceptanceLogitsProcessor",
     "stats": "DecodingStats",
     "strategy": "lantern_generate",
+    "targets": "TargetAdapter register_target",
     "tree": "TREES DraftTree",
 }
 _HOME = {name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names.split()}

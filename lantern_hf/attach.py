@@ -23,7 +23,7 @@ from lantern_hf.draft import LanternDraftModel
 from lantern_hf.neighbors import NeighborTable
 from lantern_hf.resolve import check_relaxation, load_head
 from lantern_hf.strategy import lantern_generate
-from lantern_hf.targets import adapter_for
+from lantern_hf.targets import TargetAdapter, adapter_for
 from lantern_hf.targets.attention import attention_argument, tree_attention
 from lantern_hf.tree import DraftTree
 
@@ -40,6 +40,7 @@ class _Attachment:
     lantern_config: LanternConfig | Mapping[str, Any] | None = None
     neighbors: NeighborTable | None = None
     default_on: bool = False
+    target_options: Mapping[str, Any] | None = None
     loaded: dict[str, LanternDraftModel] = field(default_factory=dict)
 
     def head(self, assistant: Any, model: PreTrainedModel) -> Any:
@@ -53,7 +54,7 @@ class _Attachment:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Attachment:
         """A copied model loads heads anew, since a head belongs to one target."""
-        return _Attachment(self.assistant, self.lantern_config, self.neighbors, self.default_on)
+        return _Attachment(self.assistant, self.lantern_config, self.neighbors, self.default_on, self.target_options)
 
 
 class LanternMixin:
@@ -68,6 +69,7 @@ class LanternMixin:
         generator: Any = None,
         streamer: Any = None,
         on_round: Any = None,
+        target_options: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> Any:
         """Generate with LANTERN++ if `assistant` or `lantern_config` is given or on by default, else as the model does.
@@ -80,6 +82,7 @@ class LanternMixin:
             generator: A `torch.Generator`, or one per row.
             streamer: As in transformers.
             on_round: As in `lantern_generate`.
+            target_options: As in `lantern_generate`. Default: the attached ones.
             **kwargs: As the model's own `generate`.
 
         Returns:
@@ -91,7 +94,12 @@ class LanternMixin:
         state: _Attachment = self.__dict__[_STATE]
         stock: Any = super()
         if assistant is None and lantern_config is None and not state.default_on:
-            extra = {"neighbors": neighbors, "generator": generator, "on_round": on_round}
+            extra = {
+                "neighbors": neighbors,
+                "generator": generator,
+                "on_round": on_round,
+                "target_options": target_options,
+            }
             if unused := [name for name, value in extra.items() if value is not None]:
                 raise ValueError(
                     f"{', '.join(f'`{name}`' for name in unused)} belongs to LANTERN decoding, which this call does "
@@ -115,6 +123,7 @@ class LanternMixin:
             generator=generator,
             lantern_streamer=streamer,
             on_round=on_round,
+            target_options=state.target_options if target_options is None else target_options,
             **kwargs,
         )
 
@@ -151,6 +160,7 @@ def attach(
     default_on: bool = False,
     *,
     neighbors: NeighborTable | None = None,
+    target_options: Mapping[str, Any] | None = None,
 ) -> PreTrainedModel:
     """Let `model.generate` decode with LANTERN++.
 
@@ -161,6 +171,7 @@ def attach(
         default_on: Decode every call with LANTERN++, also those that name neither `assistant` nor `lantern_config`. For
             pipelines that call `generate` themselves.
         neighbors: Default neighbour table.
+        target_options: Default options of the target's adapter, as in `lantern_generate`.
 
     Returns:
         The model itself.
@@ -177,9 +188,10 @@ def attach(
         )
     if default_on and assistant is None:
         raise ValueError("`default_on=True` needs `assistant`. Pass a draft head, its folder or its Hub id.")
-    _check_fit(model, assistant, lantern_config, neighbors)
+    options = dict(target_options or {})
+    _check_fit(adapter_for(model, **options), assistant, lantern_config, neighbors)
     check_tree_support(model)
-    state = _Attachment(assistant, lantern_config, neighbors, default_on)
+    state = _Attachment(assistant, lantern_config, neighbors, default_on, options)
     if isinstance(assistant, LanternDraftModel):
         assistant.bind(model)
     else:
@@ -191,10 +203,9 @@ def attach(
 
 
 def _check_fit(
-    model: PreTrainedModel, assistant: Any, lantern_config: LanternConfig | Mapping[str, Any] | None, neighbors: Any
+    adapter: TargetAdapter, assistant: Any, lantern_config: LanternConfig | Mapping[str, Any] | None, neighbors: Any
 ) -> None:
     """Refuse defaults that no call could use: relaxing a text model, or a table over another codebook."""
-    adapter = adapter_for(model)
     config = LanternConfig.strict() if lantern_config is None else LanternConfig.resolve(lantern_config)
     check_relaxation(config, neighbors, adapter)
     table = neighbors if neighbors is not None else getattr(assistant, "neighbors", None)

@@ -145,6 +145,7 @@ class LanternCandidateGenerator(CandidateTree):
             LogitsProcessorList() if logits_processor is None else logits_processor,
             self.adapter.vocab_size,
             self.adapter.columns,
+            self.adapter,
         )
         self._scale, self._do_sample, self._draws = guidance_scale, do_sample, draws
         self._cache: RaggedCache | None = None
@@ -165,7 +166,8 @@ class LanternCandidateGenerator(CandidateTree):
                 target has not read yet.
             model_kwargs: `position_ids` `(R, A)` of the tokens the target has read since the last call (the whole
                 prompt on the first); on the first call also, optionally, `attention_mask` `(R, S)`, `prompt_embeds`
-                `(R, S, H)`, and always optional `sequences`, the rows as `Sequences`. R is B, or 2B under guidance.
+                `(R, S, H)`, and always optional `sequences`, the rows as `Sequences`, and `image_offset` `(B,)`, the
+                tokens that the image of each row has, root included. R is B, or 2B under guidance.
             model_outputs: `hidden_states[-1]` holds the target's states of those tokens, `(R, A, H)`.
             is_first_iteration: Whether a new prompt starts.
             n_last_matches: Drafted tokens of each row that were accepted last time; A is their maximum + 1.
@@ -187,7 +189,10 @@ class LanternCandidateGenerator(CandidateTree):
         draws = self._draws or Draws(None, len(input_ids), self._device)
         counts = [hidden.shape[1]] * len(hidden) if is_first_iteration else _counts(n_last_matches, len(hidden))
         features, positions = self._read(input_ids, hidden, counts, model_kwargs, is_first_iteration)
-        columns, scores = self._grow(sequences, features, positions, draws)
+        offset = model_kwargs.get("image_offset")
+        if offset is None:
+            offset = self.adapter.start(input_ids)
+        columns, scores = self._grow(sequences, features, positions, offset.to(self._device), draws)
         candidates = self.adapter.token_ids(columns[:, 1:])
         return torch.cat([input_ids, candidates.to(input_ids.device)], dim=1), scores
 
@@ -241,18 +246,23 @@ class LanternCandidateGenerator(CandidateTree):
         )
         return output.last_hidden_state
 
-    def _grow(self, sequences: Sequences, features: Tensor, positions: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
+    def _grow(
+        self, sequences: Sequences, features: Tensor, positions: Tensor, offset: Tensor, draws: Draws
+    ) -> tuple[Tensor, Tensor]:
         """Draw the nodes level by level: columns of all nodes `(B, N)` and scores of the inner ones `(B, I, C)`."""
         batch = sequences.num_rows
         columns = torch.zeros(batch, self.tree.num_nodes, dtype=torch.long, device=self._device)
-        level_features = features[:, None]
+        level_features, offsets = features[:, None], offset[:, None]
         all_scores: list[Tensor] = []
         for depth, level in enumerate(self._levels):
             if depth:
                 level_features = self._descend(level, columns, level_features, positions + depth)
+                offsets = self.adapter.advance(
+                    offsets[:, level.parents], self.adapter.token_ids(columns[:, level.nodes])
+                )
             logits = guide(self.adapter.logits(level_features).to(self._device), self._scale)
             suffixes = (self.adapter.token_ids(columns[:, path]) for path in level.paths)
-            scores = self._processors.nodes(sequences, suffixes, logits)
+            scores = self._processors.nodes(sequences, suffixes, logits, offsets)
             drawn = self._draw(scores.float(), level.width, draws)
             columns[:, level.children] = drawn.flatten(1)[:, level.drawn]
             all_scores.append(scores)

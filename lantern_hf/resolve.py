@@ -41,6 +41,14 @@ def check_generation(model: PreTrainedModel, config: GenerationConfig) -> None:
         )
 
 
+def pad_token(config: GenerationConfig) -> int:
+    """Give the id that fills rows which end early."""
+    prepared = getattr(config, "_pad_token_tensor", None)
+    if prepared is not None:
+        return int(prepared.flatten()[0])
+    return 0 if config.pad_token_id is None else int(config.pad_token_id)
+
+
 def load_head(name: str | Path, model: PreTrainedModel, **kwargs: Any) -> LanternDraftModel:
     """Load a draft head next to a target's last layer, in its dtype, and bind it.
 
@@ -74,8 +82,7 @@ def make_generator(
         ValueError: The head does not fit, or the configuration is out of range.
     """
     if assistant is None:
-        columns = adapter.vocab_size if adapter.columns is None else len(adapter.columns)
-        return RootOnly(adapter.num_codes or columns), LanternConfig.strict()
+        return RootOnly(adapter.num_columns), LanternConfig.strict()
     if isinstance(assistant, str | Path):
         assistant = load_head(assistant, model)
     if isinstance(assistant, CandidateTree):

@@ -23,7 +23,7 @@ LAYERS: list[list[str]] = [
     ["tree", "neighbors", "stats", "relaxation"],
     ["config", "_neighborhood", "_verdict"],
     ["greedy", "acceptance"],
-    ["cache", "sequences", "sampling", "outputs", "processors"],
+    ["cache", "sequences", "sampling", "outputs", "structure", "processors"],
     ["models", "draft_config", "draft_layers", "draft"],
     ["targets"],
     ["candidates", "prompts", "resolve", "session"],

@@ -2,49 +2,82 @@
 
 from __future__ import annotations
 
+import inspect
+from typing import Any
+
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from lantern_hf.targets.base import Prefill, TargetAdapter
-from lantern_hf.targets.causal_lm import CausalLMAdapter
-from lantern_hf.targets.chameleon import ChameleonAdapter
-from lantern_hf.targets.llamagen import LlamaGenAdapter
+from lantern_hf.targets.registry import adapters, register_target, unregister_target
 
-__all__ = ["ADAPTERS", "Prefill", "TargetAdapter", "adapter_class", "adapter_for", "check_target"]
+__all__ = [
+    "Prefill",
+    "TargetAdapter",
+    "adapter_class",
+    "adapter_for",
+    "adapters",
+    "check_target",
+    "register_target",
+    "unregister_target",
+]
 
-# The first that matches serves; the general one comes last.
-ADAPTERS: tuple[type[TargetAdapter], ...] = (LlamaGenAdapter, ChameleonAdapter, CausalLMAdapter)
+_REASONS = {
+    "imagegpt": "its forward flattens a 4-D attention mask, so that a tree would be misread silently",
+}
 
-_REASONS = {"imagegpt": "its forward flattens a 4-D attention mask, so that a tree would be misread silently"}
 
-
-def adapter_class(model: PreTrainedModel) -> type[TargetAdapter]:
+def adapter_class(model: PreTrainedModel, family: str | None = None) -> type[TargetAdapter]:
     """Give the adapter class that serves a model.
 
+    Args:
+        model: The target.
+        family: Name of the adapter, where the model alone does not tell. Default: the first that matches.
+
     Raises:
-        ValueError: No family serves it.
+        ValueError: No family serves it, or there is none of that name.
     """
     check_target(model)
-    for adapter in ADAPTERS:
-        if adapter.matches(model):
+    known = adapters()
+    names = ", ".join(adapter.family for adapter in known)
+    for adapter in known:
+        if adapter.matches(model) if family is None else adapter.family == family:
             return adapter
+    if family is not None:
+        raise ValueError(
+            f"`family` must be one of {names}, got {family!r}. Leave it out to let the model tell, or register an "
+            "adapter of that name with lantern_hf.register_target."
+        )
     raise ValueError(
-        f"{type(model).__name__} is served by no target family ({', '.join(a.family for a in ADAPTERS)}). Tree "
-        "decoding needs a decoder-only model with an output layer; see docs/concepts.md."
+        f"{type(model).__name__} is served by no target family ({names}). Tree decoding needs a decoder-only model "
+        "with an output layer; see docs/concepts.md."
     )
 
 
-def adapter_for(model: PreTrainedModel, input_ids: Tensor | None = None) -> TargetAdapter:
+def adapter_for(
+    model: PreTrainedModel, input_ids: Tensor | None = None, *, family: str | None = None, **options: Any
+) -> TargetAdapter:
     """Make the adapter of a model for one call.
 
     Args:
         model: The target.
         input_ids: Prompts of the call, `(B, S)` int64.
+        family: Name of the adapter; default: the one that matches the model.
+        **options: Options of the family.
 
     Raises:
-        ValueError: No family serves the model, or its prompts ask for different things.
+        ValueError: No family serves the model, it has no such option, or its prompts ask for different things.
     """
-    return adapter_class(model)(model, input_ids)
+    chosen = adapter_class(model, family)
+    parameters = inspect.signature(chosen.__init__).parameters.values()
+    known = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
+    if unknown := sorted(options.keys() - set(known)):
+        allowed = ", ".join(map(repr, ["family", *known]))
+        raise ValueError(
+            f"`target_options` has {', '.join(map(repr, unknown))}, which the family {chosen.family!r} does not know. "
+            f"Its options are {allowed}."
+        )
+    return chosen(model, input_ids, **options)
 
 
 def check_target(model: PreTrainedModel) -> None:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from lantern_hf.cache import CACHE_KEYWORD
@@ -36,6 +36,15 @@ class TargetAdapter:
     """Adapter of a Llama-like target. A family overrides what differs.
 
     An adapter is made for one `generate` call and may cache what the prompt decides; it keeps nothing on the model.
+    What a user may set for a family are keyword-only arguments of its `__init__`; they arrive by
+    `generate(..., target_options={...})`, and adapters work without them.
+
+    **Structure.** A family whose images hold more than codes (ends of rows, sizes, an end) sets `structured` and
+    overrides `start`, `advance`, `forced` and `allowed`. They are asked about *offsets*: how many tokens an image has
+    before the one in question, its begin-image token left out. The loop asks with the same rules when it drafts and
+    when it verifies, so that a forced token is drafted at rank 0, accepted always and relaxed never; it costs a node,
+    and no rejection. Their answers are made of tensors on the device of the question, by operators that do not wait for
+    it (no `.item()`, no `nonzero`, no indexing with a bool), one row never looking at another.
 
     Args:
         model: The target.
@@ -46,12 +55,19 @@ class TargetAdapter:
         has_codebook: Whether the family generates images, and so can be relaxed.
         columns: Token ids that may be emitted, `(C,)` int64, codebook entries first and in order; None is the identity.
         num_codes: How many of the first columns are codebook entries; 0 means that acceptance is strict.
+        structured: Whether some offsets force a token or allow only some columns.
     """
 
     family: ClassVar[str]
     has_codebook: ClassVar[bool] = False
     columns: Tensor | None = None
     num_codes: int = 0
+    structured: bool = False
+
+    @property
+    def num_columns(self) -> int:
+        """C, the tokens that may be emitted."""
+        return (self.num_codes or self.vocab_size) if self.columns is None else len(self.columns)
 
     @property
     def codebook_size(self) -> int:
@@ -91,6 +107,71 @@ class TargetAdapter:
     def unconditional(self, input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Unconditional prompt and its mask when the user gave none; by default the last token, as in transformers."""
         return input_ids[:, -1:], None
+
+    def take_over(self, processors: LogitsProcessorList) -> LogitsProcessorList:
+        """Take out the user's processors that the family's structure replaces; by default none.
+
+        Args:
+            processors: As `generate` prepares them, guidance included.
+
+        Returns:
+            Those that stay.
+        """
+        return processors
+
+    def start(self, input_ids: Tensor) -> Tensor:
+        """Offset behind each prompt `(B, S)`: tokens that its open image has already; `(B,)` int64."""
+        return torch.zeros(len(input_ids), dtype=torch.long, device=input_ids.device)
+
+    def advance(self, offset: Tensor, token_ids: Tensor) -> Tensor:
+        """Offset behind a token.
+
+        Args:
+            offset: Offset that the token was decided at, `(B, ...)` int64.
+            token_ids: The tokens, same shape.
+
+        Returns:
+            Same shape. A family in which images and text follow one another turns back to a value of its own, such as
+            -1 for text, and to 0 behind a begin-image token.
+        """
+        return offset + 1
+
+    def forced(self, offset: Tensor) -> Tensor:
+        """Token id that must come at an offset `(B, ...)`, or -1; same shape. Every forced id has a column."""
+        return torch.full_like(offset, -1)
+
+    def allowed(self, offset: Tensor) -> Tensor | None:
+        """Columns that may come at an offset `(B, ...)`, as a bool that broadcasts to `(B, ..., C)`; None is all."""
+        return None
+
+    def image_codes(self, token_ids: Tensor) -> list[list[Tensor]]:
+        """Find the complete images in generated tokens.
+
+        Args:
+            token_ids: What `generate` added to the prompts, `(B, T)` int64; rows may end early.
+
+        Returns:
+            For each row its images, each `(h, w)` int64 codes.
+
+        Raises:
+            ValueError: The family generates no images, or does not know their height and width.
+        """
+        raise ValueError(f"{type(self).__name__} knows no images. Decode the tokens with the tokenizer.")
+
+    def pixels(self, codes: Tensor, vq_model: Any = None) -> Tensor:
+        """Decode images.
+
+        Args:
+            codes: `(B, h, w)` int64.
+            vq_model: Decoder, for families whose model has none.
+
+        Returns:
+            `(B, 3, H, W)` floating point, nominally in [-1, 1], not clamped.
+
+        Raises:
+            ValueError: A decoder is needed and missing.
+        """
+        raise ValueError(f"{type(self).__name__} decodes no images. Decode the tokens with the tokenizer.")
 
     def prefill(self, input_ids: Tensor, cache: Cache, *, all_layers: bool = False, **model_kwargs: Any) -> Prefill:
         """Read the prompt into an empty cache.
