@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from lantern_hf.stats import DecodingStats
     from lantern_hf.strategy import lantern_generate
     from lantern_hf.targets import TargetAdapter, register_target
+    from lantern_hf.targets.emu3_layout import Emu3ImageLayout
     from lantern_hf.tree import TREES, DraftTree
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "CandidateTree",
     "DecodingStats",
     "DraftTree",
+    "Emu3ImageLayout",
     "ImageTokensLogitsProcessor",
     "LanternCandidateGenerator",
     "LanternConfig",
@@ -72,6 +74,7 @@ _MODULES = {
     "stats": "DecodingStats",
     "strategy": "lantern_generate",
     "targets": "TargetAdapter register_target",
+    "targets.emu3_layout": "Emu3ImageLayout",
     "tree": "TREES DraftTree",
 }
 _HOME = {name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names.split()}

@@ -64,7 +64,7 @@ class RaggedCache:
         self.lengths = torch.full((rows,), width, device=device)
         self._padding = None if padding is None or not bool(padding.any()) else padding.to(device)
         self._host_lengths = [width] * rows
-        # Masks as `(rows, 1, nodes, slots)`: slots below `_settled` never change again, from `_written` on none was used.
+        # Masks, `(rows, 1, nodes, slots)`: slots below `_settled` never change again, those from `_written` on are unused.
         self._buffer = torch.zeros(0, 1, 0, 0, dtype=torch.bool, device=device)
         self._settled = self._written = 0
 

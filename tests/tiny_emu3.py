@@ -1,4 +1,4 @@
-"""A tiny Emu3 of the real classes and its real processor, built offline; shared by the tests of Emu3 and its example."""
+"""A tiny Emu3 of the real classes and its real processor, built offline; for the tests of Emu3 and of pipelines."""
 
 from __future__ import annotations
 
@@ -84,3 +84,25 @@ def tiny_emu3(attn_implementation: str = "sdpa") -> Emu3ForConditionalGeneration
         attn_implementation=attn_implementation,
     )
     return Emu3ForConditionalGeneration(config).eval()
+
+
+def image_inputs(processor: Emu3Processor, texts: list[str], pixels: tuple[int, int] = (32, 32)) -> dict[str, torch.Tensor]:
+    """Arguments of `generate` for images of `(height, width)` pixels, prompts padded on the left; `image_sizes` too."""
+    height, width = pixels
+    return processor(
+        text=texts,
+        return_for_image_generation=True,
+        ratio=f"{width}:{height}",
+        image_area=height * width,
+        padding=True,
+        return_tensors="pt",
+    )
+
+
+def negative_inputs(processor: Emu3Processor, text: str, rows: int, pixels: tuple[int, int] = (32, 32)) -> dict:
+    """Arguments of `generate` for a negative prompt."""
+    inputs = image_inputs(processor, [text] * rows, pixels)
+    return {
+        "negative_prompt_ids": inputs["input_ids"],
+        "negative_prompt_attention_mask": inputs["attention_mask"],
+    }

@@ -1,7 +1,7 @@
 """Emu3: text and images in one vocabulary, an image as rows of visual tokens that each end with a token of their own.
 
-A prompt that ends inside an image (`...<|image start|>90*90<|image token|>`) asks for the rest of it, and acceptance may
-be relaxed. Any other prompt asks for text, and acceptance is strict.
+A prompt that ends inside an image (`...<|image start|>90*90<|image token|>`) asks for the rest of it, and acceptance
+may be relaxed. Any other prompt asks for text, and acceptance is strict.
 
 Where rows and the image end is the business of `prefix_allowed_tokens_fn`, as in transformers. An `Emu3ImageLayout`
 decides by place alone, so the adapter reads it once as a table and nothing is called while decoding. Any other function
@@ -173,10 +173,13 @@ class Emu3Adapter(TargetAdapter):
         if len(tokens) < count:
             return None
         codes = torch.full((self.vocab_size,), -1, device=tokens.device)
-        codes[torch.tensor(self._by_code, device=tokens.device)] = torch.arange(self.codebook_size, device=tokens.device)
+        codes[torch.tensor(self._by_code, device=tokens.device)] = torch.arange(
+            self.codebook_size, device=tokens.device
+        )
         rows = tokens[:count].view(height, width + 1)
         grid, ends = codes[rows[:, :-1]], rows[:, -1]
-        complete = (grid >= 0).all() & (ends == self._vocabulary[END_OF_ROW]).all()
+        end_of_row = self._vocabulary.get(END_OF_ROW) if self._layout is None else self._layout.end_ids[0]
+        complete = (grid >= 0).all() & (ends == end_of_row).all()
         return grid if bool(complete) else None
 
     def pixels(self, codes: Tensor, vq_model: Any = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""What an Emu3 image is made of: visual tokens in rows, the tokens that end rows and image, and how prompts state sizes.
+"""What an Emu3 image is made of: visual tokens in rows, the tokens that end rows and image, the sizes in prompts.
 
 Plain ids and sizes; knows no adapter and no decoding.
 """

@@ -9,6 +9,7 @@ from transformers.utils import logging
 from lantern_hf.targets.base import TargetAdapter
 from lantern_hf.targets.causal_lm import CausalLMAdapter
 from lantern_hf.targets.chameleon import ChameleonAdapter
+from lantern_hf.targets.emu3 import Emu3Adapter
 from lantern_hf.targets.llamagen import LlamaGenAdapter
 
 logger = logging.get_logger(__name__)
@@ -20,6 +21,7 @@ ENTRY_POINTS = "lantern_hf.targets"
 BUILT_IN: tuple[type[TargetAdapter], ...] = (
     LlamaGenAdapter,
     ChameleonAdapter,
+    Emu3Adapter,
 )
 
 _registered: list[type[TargetAdapter]] = []
