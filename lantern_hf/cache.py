@@ -64,7 +64,7 @@ class RaggedCache:
         self.lengths = torch.full((rows,), width, device=device)
         self._padding = None if padding is None or not bool(padding.any()) else padding.to(device)
         self._host_lengths = [width] * rows
-        # Masks, `(rows, 1, nodes, slots)`: slots below `_settled` never change again, those from `_written` on are unused.
+        # Masks, `(rows, 1, nodes, slots)`: slots below `_settled` never change again, none from `_written` on was used.
         self._buffer = torch.zeros(0, 1, 0, 0, dtype=torch.bool, device=device)
         self._settled = self._written = 0
 

@@ -86,7 +86,7 @@ def tiny_emu3(attn_implementation: str = "sdpa") -> Emu3ForConditionalGeneration
     return Emu3ForConditionalGeneration(config).eval()
 
 
-def image_inputs(processor: Emu3Processor, texts: list[str], pixels: tuple[int, int] = (32, 32)) -> dict[str, torch.Tensor]:
+def image_inputs(processor: Emu3Processor, texts: list[str], pixels: tuple[int, int] = (32, 32)) -> dict:
     """Arguments of `generate` for images of `(height, width)` pixels, prompts padded on the left; `image_sizes` too."""
     height, width = pixels
     return processor(

@@ -1,0 +1,272 @@
+"""The transformers task `lantern-text-to-image`: prompts in, PIL images out, several tokens a pass.
+
+`import lantern_hf` enters the task, and `transformers.pipeline` finds it. It prepares prompts, asks the model's own
+`generate` with a head attached, and turns codes into pixels by the family's adapter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.pipelines.base import Pipeline
+
+from lantern_hf._pipeline_checks import check_generator, check_output
+from lantern_hf._pipeline_prompts import prompt_list
+from lantern_hf._pipeline_requests import Parts, Wish, family_defaults, image_request, to_images
+from lantern_hf.attach import LanternMixin, attach
+from lantern_hf.candidates import CandidateTree, RootOnly
+from lantern_hf.config import LanternConfig
+from lantern_hf.draft import LanternDraftModel
+from lantern_hf.neighbors import NeighborTable
+from lantern_hf.targets import adapter_for
+
+__all__ = ["LanternTextToImagePipeline"]
+
+
+class LanternTextToImagePipeline(Pipeline):
+    """Text to image with any visual autoregressive model that an adapter serves.
+
+    Args:
+        model: The target. It gets attached (`lantern_hf.attach`), unless it is already.
+        assistant: Draft head, its folder or Hub id. Without one, and none attached, images are decoded plainly.
+        lantern_config: Default tree and acceptance rule.
+        neighbors: Neighbour table, for heads that bring none and targets without a codebook.
+        text_encoder: For LlamaGen.
+        vq_model: Decoder of pixels, for LlamaGen and other models that have none.
+        **kwargs: As in every transformers pipeline: `processor`, `tokenizer`, `device`, `batch_size`, and settings of
+            `generate` that hold for every call.
+
+    Example:
+        >>> import lantern_hf
+        >>> from transformers import pipeline
+        >>> pipe = pipeline(  # doctest: +SKIP
+        ...     "lantern-text-to-image", model="Emu3-community/Emu3-Gen-hf", assistant="someone/emu3-lantern-head"
+        ... )
+        >>> pipe("a red fox", guidance_scale=3.0, seed=0).save("fox.png")  # doctest: +SKIP
+    """
+
+    # Which of them a model needs is its family's business; what is not there is missed when it is needed.
+    _load_processor = None
+    _load_tokenizer = None
+    _load_image_processor = False
+    _load_feature_extractor = False
+    _load_video_processor = False
+    _pipeline_calls_generate = True
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *args: Any,
+        assistant: LanternDraftModel | CandidateTree | str | None = None,
+        lantern_config: LanternConfig | Mapping[str, Any] | None = None,
+        neighbors: NeighborTable | None = None,
+        text_encoder: Any = None,
+        vq_model: Any = None,
+        **kwargs: Any,
+    ):
+        super().__init__(model, *args, **kwargs)
+        if isinstance(assistant, LanternDraftModel):
+            assistant.place(model)
+        if not isinstance(model, LanternMixin):
+            attach(model, assistant, lantern_config, neighbors=neighbors)
+        self._assistant, self._lantern_config, self._neighbors = assistant, lantern_config, neighbors
+        self._parts = Parts(model, self.processor, self.tokenizer, text_encoder, vq_model)
+
+    def __call__(  # type: ignore[override]
+        self,
+        inputs: str | Sequence[str] | Any,
+        *,
+        batch_size: int | None = None,
+        seed: int | None = None,
+        generator: torch.Generator | Sequence[torch.Generator] | None = None,
+        num_images_per_prompt: int = 1,
+        **kwargs: Any,
+    ) -> Any:
+        """Generate images.
+
+        Args:
+            inputs: Prompt, a list of prompts, or a generator or data set of them, read as images are asked for.
+            batch_size: Prompts of a list that are decoded together. Default: the pipeline's, else all of them.
+            seed: The n-th image of a call is drawn from this seed + n, whatever the batch size.
+            generator: Source of every draw, or one per image; not with `seed`.
+            num_images_per_prompt: Images of each prompt.
+            **kwargs: `negative_prompt` (a text, or one a prompt), `height` and `width` in pixels where the family has a
+                choice, `guidance_scale` (1 is off), `assistant`, `lantern_config`, `neighbors`, and everything else
+                that `generate` takes: `top_k`, `temperature`, `do_sample`, `on_round`, ...
+
+        Returns:
+            A PIL image for a prompt, a list of them for a list; with `num_images_per_prompt` above 1, a list in place
+            of each image. An iterator for a generator or data set.
+
+        Raises:
+            ValueError: An argument is out of range, or the model makes no images from prompts.
+            TypeError: A prompt is no text, or `generator` no generator.
+        """
+        check_output("pil", num_images_per_prompt)
+        if seed is not None and generator is not None:
+            raise ValueError(f"`seed` and `generator` are two sources of randomness, got both (seed={seed}). Pass one.")
+        kwargs["num_images_per_prompt"] = num_images_per_prompt
+        if not isinstance(inputs, str | list | tuple):
+            if isinstance(generator, Sequence):
+                raise ValueError("A stream of prompts takes one `generator`, not a list of them.")
+            return super().__call__(inputs, batch_size=1, generator=generator, seed=seed, **kwargs)
+        prompts = prompt_list(inputs)
+        check_generator(generator, len(prompts) * num_images_per_prompt)
+        params = self._all_parameters(kwargs)
+        size = batch_size or self._batch_size or len(prompts)
+        images: list[Any] = []
+        for first in range(0, len(prompts), size):
+            chosen = self._chunk(params, len(prompts), first, size, seed, generator)
+            images += self.run_single(prompts[first : first + size], *chosen)
+        return images[0] if isinstance(inputs, str) else images
+
+    def _all_parameters(self, kwargs: dict[str, Any]) -> list[dict[str, Any]]:
+        """Parameters of this call on top of the pipeline's own."""
+        own = (self._preprocess_params, self._forward_params, self._postprocess_params)
+        return [before | now for before, now in zip(own, self._sanitize_parameters(**kwargs), strict=True)]
+
+    def _chunk(
+        self, params: list[dict[str, Any]], count: int, first: int, size: int, seed: int | None, generator: Any
+    ) -> list[dict[str, Any]]:
+        """Parameters of some prompts: their own negative prompts and generators."""
+        before, forward, after = (dict(each) for each in params)
+        negative, each = before.get("negative_prompt"), after.get("num_images_per_prompt", 1)
+        if negative is not None and not isinstance(negative, str):
+            if len(negative) != count:
+                raise ValueError(
+                    f"`negative_prompt` has {len(negative)} texts for {count} prompts. Pass one, or one a prompt."
+                )
+            before["negative_prompt"] = list(negative[first : first + size])
+        rows = range(first * each, min(first + size, count) * each)
+        if seed is not None:
+            forward["generator"] = [torch.Generator(self.device).manual_seed(seed + row) for row in rows]
+        elif isinstance(generator, Sequence):
+            forward["generator"] = [generator[row] for row in rows]
+        elif generator is not None:
+            forward["generator"] = generator
+        return [before, forward, after]
+
+    def _sanitize_parameters(  # type: ignore[override]
+        self,
+        negative_prompt: str | Sequence[str] | None = None,
+        height: int | None = None,
+        width: int | None = None,
+        guidance_scale: float | None = None,
+        num_images_per_prompt: int | None = None,
+        seed: int | None = None,
+        **generate_kwargs: Any,
+    ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        """Say which step takes which argument."""
+        before = {"negative_prompt": negative_prompt, "height": height, "width": width}
+        before |= {"guidance_scale": guidance_scale}
+        after = {"num_images_per_prompt": num_images_per_prompt}
+        if seed is not None:
+            generate_kwargs["generator"] = torch.Generator(self.device).manual_seed(seed)
+        if num_images_per_prompt is not None:
+            generate_kwargs["num_return_sequences"] = num_images_per_prompt
+        set_only = [{name: value for name, value in part.items() if value is not None} for part in (before, after)]
+        return set_only[0], generate_kwargs, set_only[1]
+
+    def preprocess(  # type: ignore[override]
+        self,
+        prompts: str | list[str],
+        negative_prompt: str | list[str] | None = None,
+        height: int | None = None,
+        width: int | None = None,
+        guidance_scale: float | None = None,
+    ) -> dict[str, Any]:
+        """Turn prompts into arguments of `generate`."""
+        texts = prompt_list(prompts)
+        if (height is None) != (width is None):
+            raise ValueError(f"`height` and `width` go together, got height={height}, width={width}.")
+        scale = self._guidance(guidance_scale)
+        negative = [negative_prompt] * len(texts) if isinstance(negative_prompt, str) else negative_prompt
+        size = None if height is None or width is None else (height, width)
+        request = image_request(self._parts, Wish(texts, negative, scale != 1, size))
+        return {
+            "arguments": request.kwargs,
+            "single": isinstance(prompts, str),
+            "guidance_scale": scale,
+            "target_options": request.target_options,
+            "returns_prompt": request.returns_prompt,
+        }
+
+    def _guidance(self, scale: float | None) -> float:
+        """Guidance scale in force: the call's, the pipeline's, the model's, the family's."""
+        given = (scale, self._generate_kwargs.get("guidance_scale"), self.model.generation_config.guidance_scale)
+        return next((one for one in given if one is not None), family_defaults(self.model).get("guidance_scale", 1.0))
+
+    def _forward(  # type: ignore[override]
+        self,
+        inputs: dict[str, Any],
+        assistant: Any = None,
+        lantern_config: Any = None,
+        neighbors: Any = None,
+        **generate_kwargs: Any,
+    ) -> dict[str, Any]:
+        """Decode the images of a batch of prompts."""
+        arguments = dict(inputs["arguments"])
+        config = self._lantern_config if lantern_config is None else lantern_config
+        output = self.model.generate(
+            **arguments,
+            **self._settings(generate_kwargs, arguments.pop("max_new_tokens"), inputs["guidance_scale"]),
+            assistant=self._head(assistant, config),
+            lantern_config=config,
+            neighbors=self._neighbors if neighbors is None else neighbors,
+        )
+        prompts = arguments["input_ids"]
+        return {
+            "sequences": output if isinstance(output, Tensor) else output.sequences,
+            "prompts": prompts,
+            "skip": prompts.shape[1] if inputs["returns_prompt"] else 0,
+            "target_options": inputs["target_options"],
+            "single": inputs["single"],
+        }
+
+    def _settings(self, generate_kwargs: dict[str, Any], num_tokens: int, scale: float) -> dict[str, Any]:
+        """Settings of `generate`: the user's, and what neither the user nor the model's generation config says."""
+        user = self._generate_kwargs | generate_kwargs
+        known = self._get_set_generation_params(user)
+        usual = {"do_sample": True} | family_defaults(self.model)
+        added = {name: value for name, value in usual.items() if name not in known} | {"guidance_scale": scale}
+        if not (added | known).get("do_sample"):
+            added.pop("top_k", None)
+        if "max_new_tokens" not in user:
+            added["max_new_tokens"] = num_tokens
+        return self._prepare_generate_kwargs(generate_kwargs, **added)
+
+    def _head(self, assistant: Any, config: Any) -> Any:
+        """What drafts: the call's head, the pipeline's, the attached one (None), or nothing."""
+        assistant = self._assistant if assistant is None else assistant
+        attached = self.model.__dict__["_lantern"].assistant
+        if assistant is not None or attached is not None:
+            return assistant
+        if config is not None:
+            raise ValueError(
+                "`lantern_config` was given, but there is no draft head. Pass assistant=head, its folder or its Hub id."
+            )
+        return RootOnly(1)
+
+    def postprocess(self, outputs: dict[str, Any], num_images_per_prompt: int = 1) -> Any:  # type: ignore[override]
+        """Turn tokens into images: one a prompt, or a list a prompt."""
+        adapter = adapter_for(self.model, outputs["prompts"], **outputs["target_options"])
+        codes = adapter.image_codes(outputs["sequences"][:, outputs["skip"] :])
+        if unfinished := [row for row, images in enumerate(codes) if not images]:
+            raise ValueError(
+                f"{len(unfinished)} of {len(codes)} images are not complete. Leave out `max_new_tokens` and stopping "
+                "criteria, so that every image gets all of its tokens."
+            )
+        images = [to_images(adapter.pixels(row[0][None], self._parts.vq_model).cpu())[0] for row in codes]
+        if num_images_per_prompt > 1:
+            images = [images[i : i + num_images_per_prompt] for i in range(0, len(images), num_images_per_prompt)]
+        return images[0] if outputs["single"] else images
+
+    def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
+        """Save model and processor, as `pipeline(..., model=save_directory)` reads them; a head is saved by itself."""
+        super().save_pretrained(save_directory, **kwargs)
+        if self.processor is not None:
+            self.processor.save_pretrained(save_directory)
