@@ -20,19 +20,26 @@ _HOME, _CLASS = "lantern_hf.transformers_pipeline", "LanternTextToImagePipeline"
 
 
 class _WhenLoaded(MetaPathFinder):
-    """Watches for the import of transformers' pipelines, once, and leaves finding and loading to others."""
+    """Watches for the import of transformers' pipelines, and leaves finding and loading to others."""
+
+    _asking = False
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Give the usual spec of the one module, whose execution is followed by the registration."""
-        if name != _PIPELINES:
+        """Give the usual spec of that one module, whose execution is followed by the registration."""
+        if name != _PIPELINES or self._asking:
             return None
-        sys.meta_path.remove(self)
-        spec = find_spec(name)
+        self._asking = True
+        try:
+            spec = find_spec(name)
+        finally:
+            self._asking = False
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
                 execute(module)
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
                 _enter(module)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]

@@ -367,9 +367,9 @@ def test_a_round_costs_the_same_at_the_end_of_a_long_image(
     model: Any, processor: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As many operators in late rounds as in early ones, and one buffer for all masks but for a few growths."""
-    kwargs = arguments(processor, TEXTS[:1], (160, 160))
+    kwargs = arguments(processor, TEXTS[:1], (96, 96))
     layout = Emu3ImageLayout.for_model(model, kwargs.pop("image_sizes"))
-    assert layout.num_tokens == 423
+    assert layout.num_tokens == 159
     buffers: list[int] = []
     argument = lantern_hf.session.attention_argument
 
@@ -398,9 +398,9 @@ def test_a_round_costs_the_same_at_the_end_of_a_long_image(
             generator=torch.Generator().manual_seed(0),
             on_round=look,
         )
-    assert len(buffers) > 60
-    assert len(set(buffers)) <= 6
+    assert len(buffers) > 40
+    assert len(set(buffers)) <= 4
     for rounds in costs.values():
         if len(rounds) > 10:
             early, late = rounds[2 : len(rounds) // 2], rounds[len(rounds) // 2 : -1]
-            assert max(late) <= max(early)
+            assert max(late) <= 1.01 * max(early)  # a slice that covers everything is no operator, hence not equal

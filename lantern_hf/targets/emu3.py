@@ -67,7 +67,7 @@ class Emu3Adapter(TargetAdapter):
     def _asks_for_image(self, input_ids: Tensor | None) -> bool:
         """Whether the prompts end inside an image; rows must agree."""
         begin, end = self._vocabulary.get(IMAGE_TOKENS), self._vocabulary.get(END_IMAGE)
-        if input_ids is None or begin is None or end is None:
+        if input_ids is None or begin is None or end is None or not input_ids.shape[1]:
             return False
         inside = (behind_last(input_ids, begin) < behind_last(input_ids, end)).tolist()
         if any(inside) and not all(inside):
@@ -79,6 +79,7 @@ class Emu3Adapter(TargetAdapter):
 
     def _emit(self, ids: list[int]) -> None:
         """Set the columns."""
+        self._inverse = None
         self.columns, self.num_codes = torch.tensor(ids, device=self.device), len(self._by_code)
 
     def take_over(self, processors: LogitsProcessorList) -> LogitsProcessorList:
