@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lantern_hf.candidates import CandidateTree, LanternCandidateGenerator
     from lantern_hf.config import LanternConfig
     from lantern_hf.draft import LanternDraftConfig, LanternDraftModel
+    from lantern_hf.images import decode_images, image_prompts
     from lantern_hf.models.configuration_llamagen import LlamaGenConfig
     from lantern_hf.models.llamagen import LlamaGenForConditionalGeneration
     from lantern_hf.neighbors import NeighborTable
@@ -57,8 +58,10 @@ __all__ = [
     "__version__",
     "attach",
     "check_tree_support",
+    "decode_images",
     "detach",
     "embedded_pipeline",
+    "image_prompts",
     "lantern_generate",
     "register_target",
 ]
@@ -68,6 +71,7 @@ _MODULES = {
     "candidates": "CandidateTree LanternCandidateGenerator",
     "config": "LanternConfig",
     "draft": "LanternDraftConfig LanternDraftModel",
+    "images": "decode_images image_prompts",
     "models.configuration_llamagen": "LlamaGenConfig",
     "models.llamagen": "LlamaGenForConditionalGeneration",
     "neighbors": "NeighborTable",

@@ -25,7 +25,7 @@ LAYERS: list[list[str]] = [
     ["greedy", "acceptance"],
     ["cache", "sequences", "sampling", "outputs", "structure", "processors"],
     ["models", "draft_config", "draft_layers", "draft"],
-    ["targets"],
+    ["targets", "images"],
     ["candidates", "prompts", "resolve", "session"],
     ["strategy"],
     ["attach"],

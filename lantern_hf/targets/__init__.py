@@ -11,7 +11,11 @@ from transformers import PreTrainedModel
 from lantern_hf.targets.base import Prefill, TargetAdapter
 from lantern_hf.targets.registry import adapters, register_target, unregister_target
 
+FAMILY_KEY = "lantern_family"
+"""Entry of a model's configuration that names its family where the class does not tell; it is saved with the model."""
+
 __all__ = [
+    "FAMILY_KEY",
     "Prefill",
     "TargetAdapter",
     "adapter_class",
@@ -22,8 +26,10 @@ __all__ = [
     "unregister_target",
 ]
 
+# By model type: what keeps a tree, or an image, from coming out right.
 _REASONS = {
     "imagegpt": "its forward flattens a 4-D attention mask, so that a tree would be misread silently",
+    "apertus1p5": "it reads images but makes none: its vision tokenizer has no decoder, and its output layer only text",
 }
 
 
@@ -32,16 +38,21 @@ def adapter_class(model: PreTrainedModel, family: str | None = None) -> type[Tar
 
     Args:
         model: The target.
-        family: Name of the adapter, where the model alone does not tell. Default: the first that matches.
+        family: Name of the adapter, where the model alone does not tell. Default: what its configuration says under
+            `lantern_family`, or the first that matches.
 
     Raises:
         ValueError: No family serves it, or there is none of that name.
     """
     check_target(model)
+    family = family or getattr(model.config, FAMILY_KEY, None)
     known = adapters()
     names = ", ".join(adapter.family for adapter in known)
     for adapter in known:
-        if adapter.matches(model) if family is None else adapter.family == family:
+        if family is None and adapter.matches(model):
+            return adapter
+        if adapter.family == family:
+            _check_model_type(adapter, model)
             return adapter
     if family is not None:
         raise ValueError(
@@ -52,6 +63,16 @@ def adapter_class(model: PreTrainedModel, family: str | None = None) -> type[Tar
         f"{type(model).__name__} is served by no target family ({names}). Tree decoding needs a decoder-only model "
         "with an output layer; see docs/concepts.md."
     )
+
+
+def _check_model_type(adapter: type[TargetAdapter], model: PreTrainedModel) -> None:
+    """Refuse a family named for a model of another kind."""
+    kind = model.config.model_type
+    if adapter.model_types and kind not in adapter.model_types:
+        raise ValueError(
+            f"The family {adapter.family!r} serves models of type {', '.join(adapter.model_types)}, but this "
+            f"{type(model).__name__} is of type {kind}. Leave `family` out to let the model tell."
+        )
 
 
 def adapter_for(
@@ -92,6 +113,11 @@ def check_target(model: PreTrainedModel) -> None:
     if config.is_encoder_decoder:
         raise ValueError(
             f"{name} is an encoder-decoder; tree decoding serves decoder-only models. Use its own `generate`."
+        )
+    if getattr(type(model), "_is_stateful", False):
+        raise ValueError(
+            f"{name} keeps a recurrent state, as linear attention does, which cannot go back to an arbitrary path of a "
+            "tree. Use its own `generate`."
         )
     text = config.get_text_config()
     kinds = sorted(set(getattr(text, "layer_types", None) or ["full_attention"]) - {"full_attention"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -52,6 +53,7 @@ class TargetAdapter:
 
     Attributes:
         family: Name of the family.
+        model_types: What `config.model_type` may be when a user names the family; empty is anything.
         has_codebook: Whether the family generates images, and so can be relaxed.
         columns: Token ids that may be emitted, `(C,)` int64, codebook entries first and in order; None is the identity.
         num_codes: How many of the first columns are codebook entries; 0 means that acceptance is strict.
@@ -59,6 +61,7 @@ class TargetAdapter:
     """
 
     family: ClassVar[str]
+    model_types: ClassVar[tuple[str, ...]] = ()
     has_codebook: ClassVar[bool] = False
     columns: Tensor | None = None
     num_codes: int = 0
@@ -143,6 +146,34 @@ class TargetAdapter:
     def allowed(self, offset: Tensor) -> Tensor | None:
         """Columns that may come at an offset `(B, ...)`, as a bool that broadcasts to `(B, ..., C)`; None is all."""
         return None
+
+    def encode(
+        self,
+        processor: Any,
+        prompts: Sequence[str],
+        *,
+        guided: bool = False,
+        height: int | Sequence[int] | None = None,
+        width: int | Sequence[int] | None = None,
+    ) -> dict[str, Any]:
+        """Turn texts into arguments of `generate` that ask for one image each; see `lantern_hf.image_prompts`.
+
+        Args:
+            processor: The model's processor or tokenizer.
+            prompts: One text an image.
+            guided: Whether to add the unconditional prompts that guidance needs.
+            height: Height in pixels, for families of several sizes.
+            width: Width in pixels.
+
+        Returns:
+            `input_ids`, `attention_mask`, `max_new_tokens` and whatever else the family needs, tensors on the CPU.
+
+        Raises:
+            ValueError: The family makes no images from text alone, or none of this size.
+        """
+        raise ValueError(
+            f"{type(self).__name__} makes no images from text alone. Encode the prompt with the tokenizer."
+        )
 
     def image_codes(self, token_ids: Tensor) -> list[list[Tensor]]:
         """Find the complete images in generated tokens.
@@ -256,6 +287,14 @@ class TargetAdapter:
             inverse[self.columns.to(token_ids.device)] = torch.arange(len(self.columns), device=token_ids.device)
             self._inverse = inverse
         return self._inverse[token_ids]
+
+
+def left_padded(rows: Sequence[Sequence[int]], pad_token_id: int) -> dict[str, Tensor]:
+    """Stack token ids of unequal length: `input_ids` `(B, S)` int64 padded on the left, and their `attention_mask`."""
+    width = max(len(row) for row in rows)
+    ids = [[pad_token_id] * (width - len(row)) + list(row) for row in rows]
+    mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
+    return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
 
 
 def to_module(module: nn.Module, tensor: Any) -> Any:

@@ -11,6 +11,7 @@ from lantern_hf.targets.causal_lm import CausalLMAdapter
 from lantern_hf.targets.chameleon import ChameleonAdapter
 from lantern_hf.targets.emu3 import Emu3Adapter
 from lantern_hf.targets.llamagen import LlamaGenAdapter
+from lantern_hf.targets.lumina_mgpt import LuminaAdapter
 
 logger = logging.get_logger(__name__)
 
@@ -20,6 +21,7 @@ ENTRY_POINTS = "lantern_hf.targets"
 # The first that matches serves, so a family that narrows another comes before it.
 BUILT_IN: tuple[type[TargetAdapter], ...] = (
     LlamaGenAdapter,
+    LuminaAdapter,
     ChameleonAdapter,
     Emu3Adapter,
 )
