@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 
 from lantern_hf.cache import RaggedCache, check_cache, new_dynamic_cache
 from lantern_hf.candidates import CandidateTree
@@ -23,7 +23,7 @@ from lantern_hf.draft import LanternDraftModel
 from lantern_hf.neighbors import NeighborTable
 from lantern_hf.resolve import check_relaxation, load_head
 from lantern_hf.strategy import lantern_generate
-from lantern_hf.targets import TargetAdapter, adapter_for
+from lantern_hf.targets import TargetAdapter, adapter_class, adapter_for
 from lantern_hf.targets.attention import attention_argument, tree_attention
 from lantern_hf.tree import DraftTree
 
@@ -114,18 +114,22 @@ class LanternMixin:
                 "`lantern_config` was given, but no draft head is attached. Pass `assistant=`, or attach one: "
                 "lantern_hf.attach(model, assistant=head)."
             )
-        return stock.generate(
-            *args,
-            custom_generate=lantern_generate,
-            assistant=head,
-            lantern_config=state.lantern_config if lantern_config is None else lantern_config,
-            neighbors=state.neighbors if neighbors is None else neighbors,
-            generator=generator,
-            lantern_streamer=streamer,
-            on_round=on_round,
-            target_options=state.target_options if target_options is None else target_options,
-            **kwargs,
-        )
+        options = state.target_options if target_options is None else target_options
+        kwargs |= {
+            "custom_generate": lantern_generate,
+            "assistant": head,
+            "lantern_config": state.lantern_config if lantern_config is None else lantern_config,
+            "neighbors": state.neighbors if neighbors is None else neighbors,
+            "generator": generator,
+            "lantern_streamer": streamer,
+            "on_round": on_round,
+            "target_options": options,
+        }
+        family = adapter_class(self, (options or {}).get("family"))  # type: ignore[arg-type]
+        arguments = family.generate_arguments(self, args, kwargs)
+        if arguments is None:
+            return stock.generate(*args, **kwargs)
+        return GenerationMixin.generate(self, **arguments)  # type: ignore[arg-type]
 
 
 @cache

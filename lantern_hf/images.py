@@ -92,13 +92,13 @@ def decode_images(
     """
     from diffusers.image_processor import VaeImageProcessor  # diffusers takes long to import
 
-    length = input_ids.shape[1]
+    adapter = adapter_for(model, input_ids, **(target_options or {}))
+    length = input_ids.shape[1] if adapter.returns_prompt else 0
     if sequences.shape[0] != input_ids.shape[0] or sequences.shape[1] < length:
         raise ValueError(
             f"`sequences` of shape {tuple(sequences.shape)} do not continue prompts of shape {tuple(input_ids.shape)}. "
             "Pass what `generate` returned for them."
         )
-    adapter = adapter_for(model, input_ids, **(target_options or {}))
     processor = VaeImageProcessor(do_resize=False)
     return [
         [

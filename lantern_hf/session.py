@@ -75,6 +75,7 @@ class Session:
         check_generation(model, generation_config)
         self.model, self.device = model, input_ids.device
         self.adapter = adapter_for(model, input_ids, **(target_options or {}))
+        self.adapter.read_call(input_ids, model_kwargs)
         rows, self._do_sample = len(input_ids), bool(generation_config.do_sample)
         guidance, processors = take_guidance(self.adapter.take_over(processors))
         self._streams = 1 if guidance is None else 2
@@ -88,7 +89,7 @@ class Session:
         self._relaxation, self._neighbors = resolve_neighbors(
             self.config, neighbors, self.candidates, self.adapter, self.device
         )
-        self._stop = StopRules(criteria)
+        self._stop = StopRules(self.adapter.stopping(criteria))
         new = 256 if self._stop.max_length is None else max(self._stop.max_length - input_ids.shape[1], 0)
         self._pad = pad_token(generation_config)
         self.sequences = Sequences(input_ids, new, self._pad)

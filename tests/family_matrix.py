@@ -22,8 +22,17 @@ from tiny_chameleon import (
     tiny_tokenizer,
     unblanked,
 )
+from tiny_families import (
+    GLM_BOI,
+    GLM_EOI,
+    common_janus,
+    glm_image_inputs,
+    glm_image_logits,
+    janus_prompts,
+    tiny_glm_image,
+)
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import JanusForConditionalGeneration, PreTrainedModel
 
 from lantern_hf import image_prompts
 from lantern_hf.targets import adapter_for
@@ -60,7 +69,9 @@ class Family:
 
     def adapter(self, model: PreTrainedModel, inputs: dict[str, Any]) -> Any:
         """The adapter of a call."""
-        return adapter_for(model, inputs["input_ids"], **self.options)
+        adapter = adapter_for(model, inputs["input_ids"], **self.options)
+        adapter.read_call(inputs["input_ids"], inputs)
+        return adapter
 
 
 def anole_inputs(model: PreTrainedModel, rows: int, guided: bool) -> dict[str, Any]:
@@ -115,6 +126,58 @@ def sized_lumina_plain(model: PreTrainedModel, inputs: dict[str, Any], new_token
     return plain_generate(model, follow, **inputs, max_new_tokens=new_tokens, do_sample=False)
 
 
+def janus_inputs(model: PreTrainedModel, rows: int, guided: bool) -> dict[str, Any]:
+    """Prompts by the real processor."""
+    return janus_prompts(rows) | ({"guidance_scale": GUIDANCE} if guided else {})
+
+
+def janus_forward(model: PreTrainedModel, inputs: dict[str, Any], tokens: Tensor) -> Tensor:
+    """The language model over words and codes, and the generation head."""
+    embeds = [model.get_input_embeddings()(inputs["input_ids"]), model.prepare_embeddings_for_image_generation(tokens)]
+    mask = torch.cat([inputs["attention_mask"], inputs["attention_mask"].new_ones(tokens.shape)], 1)
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    states = model.model.language_model(
+        inputs_embeds=torch.cat(embeds, 1), attention_mask=mask, position_ids=positions
+    ).last_hidden_state
+    return model.model.generation_head(states[:, -tokens.shape[1] :])
+
+
+def janus_plain(model: PreTrainedModel, inputs: dict[str, Any], new_tokens: int) -> Tensor:
+    """Janus' own method with guidance; it fails without, so that the forward is asked code by code then."""
+    ids = inputs["input_ids"]
+    if "guidance_scale" in inputs:
+        codes = JanusForConditionalGeneration.generate(model, **inputs, generation_mode="image", do_sample=False)
+        return torch.cat([ids, codes], 1)
+    embeds = model.get_input_embeddings()(ids)
+    states = model.model.language_model(inputs_embeds=embeds, attention_mask=inputs["attention_mask"]).last_hidden_state
+    codes = model.model.generation_head(states[:, -1:]).argmax(-1)
+    while codes.shape[1] < new_tokens:
+        codes = torch.cat([codes, janus_forward(model, inputs, codes)[:, -1:].argmax(-1)], 1)
+    return torch.cat([ids, codes], 1)
+
+
+def glm_image_plain(model: PreTrainedModel, inputs: dict[str, Any], new_tokens: int) -> Tensor:
+    """The stock method, and the end token, on which it leaves the model to hit.
+
+    It guides wrongly where prompts differ in length, so that the forward is asked code by code then.
+    """
+    ids, end = inputs["input_ids"], torch.full((len(inputs["input_ids"]), 1), GLM_EOI)
+    if "guidance_scale" not in inputs:
+        return torch.cat([model.generate(**inputs, max_new_tokens=new_tokens - 1, do_sample=False), end], 1)
+    negative = torch.full_like(end, GLM_BOI)
+    unguided = {"input_ids": negative, "attention_mask": torch.ones_like(negative)}
+    codes = ids[:, :0]
+    for _ in range(new_tokens - 1):
+        scores = [glm_image_logits(model, inputs | own, codes)[:, -1].log_softmax(-1) for own in ({}, unguided)]
+        codes = torch.cat([codes, (scores[1] + GUIDANCE * (scores[0] - scores[1])).argmax(-1)[:, None]], 1)
+    return torch.cat([ids, codes, end], 1)
+
+
+def glm_image_forward(model: PreTrainedModel, inputs: dict[str, Any], tokens: Tensor) -> Tensor:
+    """The stock forward at the stock positions."""
+    return glm_image_logits(model, inputs, tokens)[:, -tokens.shape[1] :]
+
+
 FAMILIES = (
     Family("anole", tiny_anole, anole_inputs, anole_plain, chameleon_forward, 16),
     Family("lumina", tiny_lumina, lumina_inputs, lumina_plain, chameleon_forward, 4 * 7 + 1),
@@ -127,4 +190,6 @@ FAMILIES = (
         2 + 4 * 7 + 1,
         {"height": 8, "width": 12},
     ),
+    Family("janus", common_janus, janus_inputs, janus_plain, janus_forward, 16),
+    Family("glm_image", tiny_glm_image, glm_image_inputs, glm_image_plain, glm_image_forward, 4 * 3 + 1),
 )

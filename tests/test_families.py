@@ -81,7 +81,8 @@ def test_greedy_decoding_is_the_familys_own(family: Family, guided: bool) -> Non
     expected = family.plain(model, inputs, family.new_tokens)
     assert torch.equal(decode(family, model, inputs, tiny_head(model), do_sample=False), expected)
     adapter = family.adapter(model, inputs)
-    draft = Oracle(TREE, expected, adapter.columns.tolist(), adapter.num_columns, misses=0.3)
+    emitted = adapter.token_ids(torch.arange(adapter.num_columns)).tolist()
+    draft = Oracle(TREE, expected, emitted, adapter.num_columns, misses=0.3)
     result = decode(family, model, inputs, draft, do_sample=False, return_dict_in_generate=True)
     assert torch.equal(result.sequences, expected)
     assert result.stats.tokens_per_pass > 1.5

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import LogitsProcessorList, PreTrainedModel
+from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.cache_utils import Cache
 
 from lantern_hf.cache import CACHE_KEYWORD
@@ -58,6 +58,7 @@ class TargetAdapter:
         columns: Token ids that may be emitted, `(C,)` int64, codebook entries first and in order; None is the identity.
         num_codes: How many of the first columns are codebook entries; 0 means that acceptance is strict.
         structured: Whether some offsets force a token or allow only some columns.
+        returns_prompt: Whether `generate` of an attached model gives the prompt back in front of an image.
     """
 
     family: ClassVar[str]
@@ -66,6 +67,7 @@ class TargetAdapter:
     columns: Tensor | None = None
     num_codes: int = 0
     structured: bool = False
+    returns_prompt: ClassVar[bool] = True
 
     @property
     def num_columns(self) -> int:
@@ -110,6 +112,34 @@ class TargetAdapter:
     def unconditional(self, input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Unconditional prompt and its mask when the user gave none; by default the last token, as in transformers."""
         return input_ids[:, -1:], None
+
+    @classmethod
+    def generate_arguments(cls, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+        """Turn a call of an attached model into one of transformers' common `generate`.
+
+        For families whose own `generate` takes no decoding loop, or that the common one prepares wrongly.
+
+        Args:
+            model: The target.
+            args: Positional arguments of the call.
+            kwargs: Its keyword arguments, those of `lantern_generate` among them.
+
+        Returns:
+            Keyword arguments of `GenerationMixin.generate`; None leaves the call to the model's own method.
+        """
+        return None
+
+    def read_call(self, input_ids: Tensor, model_kwargs: dict[str, Any]) -> None:
+        """Learn from a call what its prompts do not tell, before anything else is asked; by default nothing.
+
+        Args:
+            input_ids: Prompts, `(B, S)` int64.
+            model_kwargs: What `generate` passes to the model.
+        """
+
+    def stopping(self, criteria: StoppingCriteriaList) -> StoppingCriteriaList:
+        """Take out the criteria that mean nothing for what is generated; by default none."""
+        return criteria
 
     def take_over(self, processors: LogitsProcessorList) -> LogitsProcessorList:
         """Take out the user's processors that the family's structure replaces; by default none.

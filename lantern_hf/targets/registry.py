@@ -10,6 +10,8 @@ from lantern_hf.targets.base import TargetAdapter
 from lantern_hf.targets.causal_lm import CausalLMAdapter
 from lantern_hf.targets.chameleon import ChameleonAdapter
 from lantern_hf.targets.emu3 import Emu3Adapter
+from lantern_hf.targets.glm_image import GlmImageAdapter
+from lantern_hf.targets.janus import JanusAdapter
 from lantern_hf.targets.llamagen import LlamaGenAdapter
 from lantern_hf.targets.lumina_mgpt import LuminaAdapter
 
@@ -24,6 +26,8 @@ BUILT_IN: tuple[type[TargetAdapter], ...] = (
     LuminaAdapter,
     ChameleonAdapter,
     Emu3Adapter,
+    JanusAdapter,
+    GlmImageAdapter,
 )
 
 _registered: list[type[TargetAdapter]] = []
