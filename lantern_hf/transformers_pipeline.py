@@ -14,15 +14,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.pipelines.base import Pipeline
 
+from lantern_hf._pipeline_arguments import Parts, Wish, family_defaults, image_arguments
 from lantern_hf._pipeline_checks import check_generator, check_output
 from lantern_hf._pipeline_prompts import prompt_list
-from lantern_hf._pipeline_requests import Parts, Wish, family_defaults, image_request, to_images
 from lantern_hf.attach import LanternMixin, attach
 from lantern_hf.candidates import CandidateTree, RootOnly
 from lantern_hf.config import LanternConfig
 from lantern_hf.draft import LanternDraftModel
+from lantern_hf.images import decode_images
 from lantern_hf.neighbors import NeighborTable
-from lantern_hf.targets import adapter_for
 
 __all__ = ["LanternTextToImagePipeline"]
 
@@ -35,6 +35,7 @@ class LanternTextToImagePipeline(Pipeline):
         assistant: Draft head, its folder or Hub id. Without one, and none attached, images are decoded plainly.
         lantern_config: Default tree and acceptance rule.
         neighbors: Neighbour table, for heads that bring none and targets without a codebook.
+        target_options: Options of the target's adapter, as in `lantern_generate`.
         text_encoder: For LlamaGen.
         vq_model: Decoder of pixels, for LlamaGen and other models that have none.
         **kwargs: As in every transformers pipeline: `processor`, `tokenizer`, `device`, `batch_size`, and settings of
@@ -64,6 +65,7 @@ class LanternTextToImagePipeline(Pipeline):
         assistant: LanternDraftModel | CandidateTree | str | None = None,
         lantern_config: LanternConfig | Mapping[str, Any] | None = None,
         neighbors: NeighborTable | None = None,
+        target_options: Mapping[str, Any] | None = None,
         text_encoder: Any = None,
         vq_model: Any = None,
         **kwargs: Any,
@@ -72,9 +74,10 @@ class LanternTextToImagePipeline(Pipeline):
         if isinstance(assistant, LanternDraftModel):
             assistant.place(model)
         if not isinstance(model, LanternMixin):
-            attach(model, assistant, lantern_config, neighbors=neighbors)
+            attach(model, assistant, lantern_config, neighbors=neighbors, target_options=target_options)
         self._assistant, self._lantern_config, self._neighbors = assistant, lantern_config, neighbors
-        self._parts = Parts(model, self.processor, self.tokenizer, text_encoder, vq_model)
+        self._options = dict(target_options or model.__dict__["_lantern"].target_options or {})
+        self._parts = Parts(self.processor, self.tokenizer, text_encoder, vq_model)
 
     def __call__(  # type: ignore[override]
         self,
@@ -181,24 +184,21 @@ class LanternTextToImagePipeline(Pipeline):
     ) -> dict[str, Any]:
         """Turn prompts into arguments of `generate`."""
         texts = prompt_list(prompts)
-        if (height is None) != (width is None):
-            raise ValueError(f"`height` and `width` go together, got height={height}, width={width}.")
         scale = self._guidance(guidance_scale)
         negative = [negative_prompt] * len(texts) if isinstance(negative_prompt, str) else negative_prompt
-        size = None if height is None or width is None else (height, width)
-        request = image_request(self._parts, Wish(texts, negative, scale != 1, size))
-        return {
-            "arguments": request.kwargs,
-            "single": isinstance(prompts, str),
-            "guidance_scale": scale,
-            "target_options": request.target_options,
-            "returns_prompt": request.returns_prompt,
-        }
+        wish = Wish(texts, negative, scale, height, width)
+        arguments = image_arguments(self.model, self._parts, wish, self._options)
+        return {"arguments": arguments, "guidance_scale": scale, "single": isinstance(prompts, str)}
+
+    @property
+    def _usual(self) -> dict[str, Any]:
+        """Settings of the family."""
+        return family_defaults(self.model, self._options)
 
     def _guidance(self, scale: float | None) -> float:
         """Guidance scale in force: the call's, the pipeline's, the model's, the family's."""
         given = (scale, self._generate_kwargs.get("guidance_scale"), self.model.generation_config.guidance_scale)
-        return next((one for one in given if one is not None), family_defaults(self.model).get("guidance_scale", 1.0))
+        return next((one for one in given if one is not None), self._usual.get("guidance_scale", 1.0))
 
     def _forward(  # type: ignore[override]
         self,
@@ -210,28 +210,24 @@ class LanternTextToImagePipeline(Pipeline):
     ) -> dict[str, Any]:
         """Decode the images of a batch of prompts."""
         arguments = dict(inputs["arguments"])
+        num_tokens, _ = arguments.pop("max_new_tokens"), arguments.pop("guidance_scale", None)
         config = self._lantern_config if lantern_config is None else lantern_config
         output = self.model.generate(
             **arguments,
-            **self._settings(generate_kwargs, arguments.pop("max_new_tokens"), inputs["guidance_scale"]),
+            **self._settings(generate_kwargs, num_tokens, inputs["guidance_scale"]),
             assistant=self._head(assistant, config),
             lantern_config=config,
             neighbors=self._neighbors if neighbors is None else neighbors,
+            target_options=self._options,
         )
-        prompts = arguments["input_ids"]
-        return {
-            "sequences": output if isinstance(output, Tensor) else output.sequences,
-            "prompts": prompts,
-            "skip": prompts.shape[1] if inputs["returns_prompt"] else 0,
-            "target_options": inputs["target_options"],
-            "single": inputs["single"],
-        }
+        sequences = output if isinstance(output, Tensor) else output.sequences
+        return {"sequences": sequences, "prompts": arguments["input_ids"], "single": inputs["single"]}
 
     def _settings(self, generate_kwargs: dict[str, Any], num_tokens: int, scale: float) -> dict[str, Any]:
         """Settings of `generate`: the user's, and what neither the user nor the model's generation config says."""
         user = self._generate_kwargs | generate_kwargs
         known = self._get_set_generation_params(user)
-        usual = {"do_sample": True} | family_defaults(self.model)
+        usual = {"do_sample": True} | self._usual
         added = {name: value for name, value in usual.items() if name not in known} | {"guidance_scale": scale}
         if not (added | known).get("do_sample"):
             added.pop("top_k", None)
@@ -253,14 +249,14 @@ class LanternTextToImagePipeline(Pipeline):
 
     def postprocess(self, outputs: dict[str, Any], num_images_per_prompt: int = 1) -> Any:  # type: ignore[override]
         """Turn tokens into images: one a prompt, or a list a prompt."""
-        adapter = adapter_for(self.model, outputs["prompts"], **outputs["target_options"])
-        codes = adapter.image_codes(outputs["sequences"][:, outputs["skip"] :])
-        if unfinished := [row for row, images in enumerate(codes) if not images]:
+        prompts, vq_model = outputs["prompts"].repeat_interleave(num_images_per_prompt, 0), self._parts.vq_model
+        rows = decode_images(self.model, prompts, outputs["sequences"], vq_model, target_options=self._options)
+        if unfinished := [row for row in rows if not row]:
             raise ValueError(
-                f"{len(unfinished)} of {len(codes)} images are not complete. Leave out `max_new_tokens` and stopping "
+                f"{len(unfinished)} of {len(rows)} images are not complete. Leave out `max_new_tokens` and stopping "
                 "criteria, so that every image gets all of its tokens."
             )
-        images = [to_images(adapter.pixels(row[0][None], self._parts.vq_model).cpu())[0] for row in codes]
+        images: list[Any] = [row[0] for row in rows]
         if num_images_per_prompt > 1:
             images = [images[i : i + num_images_per_prompt] for i in range(0, len(images), num_images_per_prompt)]
         return images[0] if outputs["single"] else images

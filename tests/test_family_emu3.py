@@ -1,4 +1,4 @@
-"""Emu3: rows and ends, negative prompts, relaxed images of the right shape, the real pixels, bounded rounds."""
+"""Emu3 beyond the matrix of families: functions that end rows, relaxed images, the real pixels, bounded rounds."""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ from helpers import Oracle
 from tiny_emu3 import NUM_CODES, SPECIAL, emu3_processor, emu3_vocabulary, image_inputs, negative_inputs, tiny_emu3
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import DynamicCache, Emu3ForConditionalGeneration, Emu3Processor
+from transformers import Emu3ForConditionalGeneration, Emu3Processor
 
 import lantern_hf.session
 from lantern_hf import TREES, Emu3ImageLayout, LanternConfig, lantern_generate
-from lantern_hf.cache import RaggedCache
 from lantern_hf.targets import adapter_class, adapter_for
-from lantern_hf.targets.attention import attention_argument
 
 TEXTS = ["a red fox", "hi"]
 RELAXED = LanternConfig(tree="eagle_25", neighborhood_size=8, lam=6.0)
@@ -136,33 +134,6 @@ def test_what_a_prompt_asks_for(model: Any, processor: Any) -> None:
     mixed = torch.cat([begun, begun.flip(1).clone().fill_(5)])
     with pytest.raises(ValueError, match="1 of 2 prompts end inside an image"):
         adapter_for(model, mixed)
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_tree_passes_equal_plain_ones_in_two_rounds(processor: Any, attention: str) -> None:
-    model, tree = tiny_emu3(attention), TREES["eagle_25"]
-    inputs = image_inputs(processor, TEXTS)
-    prompt, mask = inputs["input_ids"], inputs["attention_mask"]
-    adapter, cache = adapter_for(model, prompt), DynamicCache()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        read = adapter.prefill(prompt, cache, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp_min(0))
-        ragged = RaggedCache(cache, 2, torch.device("cpu"), prompt.shape[1], ~read.mask)
-        rows, counts = [row[keep > 0] for row, keep in zip(prompt, mask, strict=True)], [4, 2]
-        for _ in range(2):
-            nodes = torch.randint(len(adapter.columns), (2, tree.num_nodes), generator=generator)
-            nodes = adapter.token_ids(nodes)
-            allowed = attention_argument(ragged.tree_mask(tree.mask), attention, torch.float32)
-            positions = torch.tensor([[len(row)] for row in rows]) + tree.depths
-            hidden, _ = adapter.tree_pass(nodes, positions, allowed, cache)
-            logits = adapter.logits(hidden)
-            for row, committed in enumerate(rows):
-                for path in (path[path >= 0] for path in tree.paths):
-                    plain = model(torch.cat([committed, nodes[row, path]])[None]).logits[0, len(committed) :]
-                    assert torch.allclose(logits[row, path], plain[:, adapter.columns], atol=1e-4)
-            path = tree.paths[0][: max(counts)]
-            ragged.keep(path.expand(2, -1), counts)
-            rows = [torch.cat([row, nodes[i, path[: counts[i]]]]) for i, row in enumerate(rows)]
 
 
 @pytest.mark.parametrize("rows", [1, 2])

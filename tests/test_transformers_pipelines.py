@@ -13,7 +13,10 @@ import pytest
 import torch
 from conftest import tiny_head, tiny_llama
 from pipelines import seed, tiny_pipeline
+from tiny_chameleon import tiny_anole, tiny_lumina, tiny_tokenizer
+from tiny_chameleon import tiny_vq as tiny_chameleon_vq
 from tiny_emu3 import emu3_processor, image_inputs, negative_inputs, tiny_emu3
+from tiny_families import janus_processor, tiny_janus
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, pipeline
 from transformers.pipelines import PIPELINE_REGISTRY
@@ -146,9 +149,12 @@ def test_what_cannot_be_honoured_is_refused(emu3: Any) -> None:
         emu3("a", generator=[seed(0), seed(1)], **SIZE)
     with pytest.raises(ValueError, match="takes one `generator`"):
         emu3((text for text in "ab"), generator=[seed(0), seed(1)], **SIZE)
-    words = pipeline("lantern-text-to-image", model=tiny_llama(), device="cpu")
-    with pytest.raises(ValueError, match="family 'causal_lm'.* has no way from a prompt to an image"):
-        words("a")
+    text = pipeline("lantern-text-to-image", model=tiny_llama(), tokenizer=words(), device="cpu")
+    with pytest.raises(ValueError, match="makes no images from text alone"):
+        text("w5")
+    bare = pipeline("lantern-text-to-image", model=tiny_llama(), device="cpu")
+    with pytest.raises(ValueError, match="need its processor"):
+        bare("w5")
 
 
 def test_llamagen_gives_the_images_of_its_own_pipeline() -> None:
@@ -161,8 +167,27 @@ def test_llamagen_gives_the_images_of_its_own_pipeline() -> None:
     with pytest.raises(ValueError, match="takes no `negative_prompt`"):
         theirs("a bird", negative_prompt="a fox")
     bare = pipeline("lantern-text-to-image", model=ours.transformer, device="cpu", tokenizer=ours.tokenizer)
-    with pytest.raises(ValueError, match="need `text_encoder`, `vq_model`"):
+    with pytest.raises(ValueError, match="needs `text_encoder`, `vq_model`"):
         bare("a bird")
+
+
+@pytest.mark.parametrize("name", ["anole", "lumina", "janus"])
+def test_every_family_goes_from_prompt_to_image(name: str) -> None:
+    model = {"anole": tiny_anole, "lumina": tiny_lumina, "janus": tiny_janus}[name]()
+    parts = {"processor": janus_processor()} if name == "janus" else {"tokenizer": tiny_tokenizer()}
+    if name != "janus":
+        parts["vq_model"] = tiny_chameleon_vq(model)
+    prompts = ["a red fox", "a bird"] if name == "janus" else ["word3", "word1 word2 word9"]
+    pipe = pipeline("lantern-text-to-image", model=model, assistant=tiny_head(model), device="cpu", **parts)
+    wish = {"seed": 0, "lantern_config": TREE} | ({"height": 8, "width": 12} if name == "lumina" else {})
+    images = pipe(prompts, **wish)
+    size = {"anole": (8, 8), "lumina": (12, 8), "janus": (16, 16)}[name]
+    assert [image.size for image in images] == [size, size]
+    assert same(images, pipe(prompts, batch_size=1, **wish))
+    assert not same(images, pipe(prompts, negative_prompt=prompts[::-1], **wish))
+    plain = pipeline("lantern-text-to-image", model=model, device="cpu", **parts)
+    greedy = wish | {"do_sample": False, "lantern_config": None}
+    assert same(plain(prompts, **greedy), pipe(prompts, **greedy | {"lantern_config": LanternConfig.strict()}))
 
 
 def test_it_saves_what_it_loads(emu3: Any, folders: tuple[str, str], tmp_path: Path) -> None:
@@ -196,7 +221,7 @@ def test_the_stock_text_pipeline_carries_a_head() -> None:
     seen.clear()
     assert held(["w5 w6", "w7"], **settings) == expected
     assert seen
-    attach(model, assistant=head, default_on=True)
+    attach(model, head, LanternConfig.strict(), default_on=True)
     assert stock(["w5 w6", "w7"], **settings) == expected
 
 
@@ -212,8 +237,10 @@ def test_the_example_runs(name: str, folders: tuple[str, str], tmp_path: Path, m
     else:
         files = script.main(["a fox", "hi", *where, str(tmp_path / "out"), "--size", "24", "32", "--batch-size", "2"])
         size = (32, 24)
-    assert [PIL.Image.open(file).size for file in files] == [size] * len(files)
     assert len(files) == (1 if name == "emu3" else 2)
+    for file in files:
+        with PIL.Image.open(file) as image:
+            assert image.size == size
 
 
 def test_the_package_lists_the_pipeline() -> None:

@@ -10,6 +10,7 @@ is called with each node's own prefix.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 
-from lantern_hf.targets.base import TargetAdapter, to_module
+from lantern_hf.targets.base import TargetAdapter, left_padded, to_module
 from lantern_hf.targets.emu3_layout import (
     END_IMAGE,
     END_OF_ROW,
@@ -143,6 +144,40 @@ class Emu3Adapter(TargetAdapter):
         if self._weight is None:
             self._weight = head.weight[self.columns.to(head.weight.device)]
         return F.linear(hidden_states, self._weight)
+
+    def encode(
+        self,
+        processor: Any,
+        prompts: Sequence[str],
+        *,
+        guided: bool = False,
+        height: int | Sequence[int] | None = None,
+        width: int | Sequence[int] | None = None,
+    ) -> dict[str, Any]:
+        """Ask for one image a prompt, rows and ends by an `Emu3ImageLayout`; unconditional is a prompt without words.
+
+        `height` and `width` are pixels, 720 by default, or one for each prompt; a token stands for 8 of them.
+        """
+        if (height is None) != (width is None):
+            raise ValueError(f"`height` and `width` go together, got height={height!r}, width={width!r}.")
+        sides = [[value] * len(prompts) if isinstance(value, int) else value for value in (height, width)]
+        shapes: list[dict[str, Any]] = [{} for _ in prompts]
+        if sides[0] is not None and sides[1] is not None:
+            shapes = [{"ratio": f"{w}:{h}", "image_area": h * w} for h, w in zip(*sides, strict=True)]
+
+        def read(texts: Sequence[str]) -> list[Any]:
+            ask = {"return_for_image_generation": True}
+            return [processor(text=[text], **ask, **shape) for text, shape in zip(texts, shapes, strict=True)]
+
+        read_prompts, pad = read(prompts), self.text_config.pad_token_id
+        layout = Emu3ImageLayout.for_model(self.model, [one["image_sizes"][0] for one in read_prompts])
+        inputs: dict[str, Any] = left_padded([one["input_ids"][0] for one in read_prompts], pad)
+        inputs |= {"prefix_allowed_tokens_fn": layout, "max_new_tokens": layout.num_tokens}
+        if guided:
+            other = left_padded([one["input_ids"][0] for one in read([""] * len(prompts))], pad)
+            inputs["negative_prompt_ids"] = other["input_ids"]
+            inputs["negative_prompt_attention_mask"] = other["attention_mask"]
+        return inputs
 
     def image_codes(self, token_ids: Tensor) -> list[list[Tensor]]:
         """Read the image of each generated row, `(h, w)` codes; a row that stopped early or has other ends has none.
