@@ -6,7 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,7 +57,6 @@ class LanternTextToImagePipeline(Pipeline):
     _load_image_processor = False
     _load_feature_extractor = False
     _load_video_processor = False
-    _pipeline_calls_generate = True
 
     def __init__(
         self,
@@ -98,8 +98,8 @@ class LanternTextToImagePipeline(Pipeline):
             generator: Source of every draw, or one per image; not with `seed`.
             num_images_per_prompt: Images of each prompt.
             **kwargs: `negative_prompt` (a text, or one a prompt), `height` and `width` in pixels where the family has a
-                choice, `guidance_scale` (1 is off), `assistant`, `lantern_config`, `neighbors`, and everything else
-                that `generate` takes: `top_k`, `temperature`, `do_sample`, `on_round`, ...
+                choice, `guidance_scale` (1 is off), `assistant`, `lantern_config` (None decodes plainly), `neighbors`,
+                and everything else that `generate` takes: `top_k`, `temperature`, `do_sample`, `on_round`, ...
 
         Returns:
             A PIL image for a prompt, a list of them for a list; with `num_images_per_prompt` above 1, a list in place
@@ -112,11 +112,12 @@ class LanternTextToImagePipeline(Pipeline):
         check_output("pil", num_images_per_prompt)
         if seed is not None and generator is not None:
             raise ValueError(f"`seed` and `generator` are two sources of randomness, got both (seed={seed}). Pass one.")
-        kwargs["num_images_per_prompt"] = num_images_per_prompt
         if not isinstance(inputs, str | list | tuple):
             if isinstance(generator, Sequence):
                 raise ValueError("A stream of prompts takes one `generator`, not a list of them.")
-            return super().__call__(inputs, batch_size=1, generator=generator, seed=seed, **kwargs)
+            kwargs |= {"generator": generator, "num_images_per_prompt": num_images_per_prompt}
+            return self._stream(inputs, seed, num_images_per_prompt, kwargs)
+        kwargs["num_images_per_prompt"] = num_images_per_prompt
         prompts = prompt_list(inputs)
         check_generator(generator, len(prompts) * num_images_per_prompt)
         params = self._all_parameters(kwargs)
@@ -126,6 +127,11 @@ class LanternTextToImagePipeline(Pipeline):
             chosen = self._chunk(params, len(prompts), first, size, seed, generator)
             images += self.run_single(prompts[first : first + size], *chosen)
         return images[0] if isinstance(inputs, str) else images
+
+    def _stream(self, prompts: Iterable[str], seed: int | None, count: int, kwargs: dict[str, Any]) -> Iterator[Any]:
+        """Generate the images of each prompt when they are asked for."""
+        for number, prompt in enumerate(prompts):
+            yield self(prompt, seed=None if seed is None else seed + number * count, **kwargs)
 
     def _all_parameters(self, kwargs: dict[str, Any]) -> list[dict[str, Any]]:
         """Parameters of this call on top of the pipeline's own."""
@@ -160,15 +166,12 @@ class LanternTextToImagePipeline(Pipeline):
         width: int | None = None,
         guidance_scale: float | None = None,
         num_images_per_prompt: int | None = None,
-        seed: int | None = None,
         **generate_kwargs: Any,
     ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         """Say which step takes which argument."""
         before = {"negative_prompt": negative_prompt, "height": height, "width": width}
         before |= {"guidance_scale": guidance_scale}
         after = {"num_images_per_prompt": num_images_per_prompt}
-        if seed is not None:
-            generate_kwargs["generator"] = torch.Generator(self.device).manual_seed(seed)
         if num_images_per_prompt is not None:
             generate_kwargs["num_return_sequences"] = num_images_per_prompt
         set_only = [{name: value for name, value in part.items() if value is not None} for part in (before, after)]
@@ -176,19 +179,18 @@ class LanternTextToImagePipeline(Pipeline):
 
     def preprocess(  # type: ignore[override]
         self,
-        prompts: str | list[str],
+        prompts: list[str],
         negative_prompt: str | list[str] | None = None,
         height: int | None = None,
         width: int | None = None,
         guidance_scale: float | None = None,
     ) -> dict[str, Any]:
         """Turn prompts into arguments of `generate`."""
-        texts = prompt_list(prompts)
         scale = self._guidance(guidance_scale)
-        negative = [negative_prompt] * len(texts) if isinstance(negative_prompt, str) else negative_prompt
-        wish = Wish(texts, negative, scale, height, width)
+        negative = [negative_prompt] * len(prompts) if isinstance(negative_prompt, str) else negative_prompt
+        wish = Wish(prompts, negative, scale, height, width)
         arguments = image_arguments(self.model, self._parts, wish, self._options)
-        return {"arguments": arguments, "guidance_scale": scale, "single": isinstance(prompts, str)}
+        return {"arguments": arguments, "guidance_scale": scale}
 
     @property
     def _usual(self) -> dict[str, Any]:
@@ -196,58 +198,61 @@ class LanternTextToImagePipeline(Pipeline):
         return family_defaults(self.model, self._options)
 
     def _guidance(self, scale: float | None) -> float:
-        """Guidance scale in force: the call's, the pipeline's, the model's, the family's."""
-        given = (scale, self._generate_kwargs.get("guidance_scale"), self.model.generation_config.guidance_scale)
+        """Guidance scale in force: the user's, the model's, the family's."""
+        given = (scale, self.model.generation_config.guidance_scale)
         return next((one for one in given if one is not None), self._usual.get("guidance_scale", 1.0))
 
     def _forward(  # type: ignore[override]
         self,
         inputs: dict[str, Any],
         assistant: Any = None,
-        lantern_config: Any = None,
+        lantern_config: Any = "default",
         neighbors: Any = None,
         **generate_kwargs: Any,
     ) -> dict[str, Any]:
         """Decode the images of a batch of prompts."""
         arguments = dict(inputs["arguments"])
-        num_tokens, _ = arguments.pop("max_new_tokens"), arguments.pop("guidance_scale", None)
-        config = self._lantern_config if lantern_config is None else lantern_config
+        num_tokens, _ = arguments.pop("max_new_tokens"), arguments.pop("guidance_scale", None)  # settings, not inputs
+        head, config = self._draft(assistant, lantern_config)
         output = self.model.generate(
             **arguments,
             **self._settings(generate_kwargs, num_tokens, inputs["guidance_scale"]),
-            assistant=self._head(assistant, config),
+            assistant=head,
             lantern_config=config,
             neighbors=self._neighbors if neighbors is None else neighbors,
             target_options=self._options,
         )
         sequences = output if isinstance(output, Tensor) else output.sequences
-        return {"sequences": sequences, "prompts": arguments["input_ids"], "single": inputs["single"]}
+        return {"sequences": sequences, "prompts": arguments["input_ids"]}
 
-    def _settings(self, generate_kwargs: dict[str, Any], num_tokens: int, scale: float) -> dict[str, Any]:
-        """Settings of `generate`: the user's, and what neither the user nor the model's generation config says."""
-        user = self._generate_kwargs | generate_kwargs
-        known = self._get_set_generation_params(user)
+    def _settings(self, user: dict[str, Any], num_tokens: int, scale: float) -> dict[str, Any]:
+        """Arguments of `generate` from the user, and what neither the user nor the model's generation config says."""
+        config = user.get("generation_config")
+        known = self.model.generation_config.to_diff_dict() | ({} if config is None else config.to_diff_dict()) | user
         usual = {"do_sample": True} | self._usual
         added = {name: value for name, value in usual.items() if name not in known} | {"guidance_scale": scale}
         if not (added | known).get("do_sample"):
             added.pop("top_k", None)
-        if "max_new_tokens" not in user:
-            added["max_new_tokens"] = num_tokens
-        return self._prepare_generate_kwargs(generate_kwargs, **added)
+        settings = {"max_new_tokens": num_tokens} | added | user
+        if config is None:
+            return settings
+        settings["generation_config"] = config = copy.deepcopy(config)
+        return config.update(**settings) | {"generation_config": config}
 
-    def _head(self, assistant: Any, config: Any) -> Any:
-        """What drafts: the call's head, the pipeline's, the attached one (None), or nothing."""
-        assistant = self._assistant if assistant is None else assistant
-        attached = self.model.__dict__["_lantern"].assistant
-        if assistant is not None or attached is not None:
-            return assistant
-        if config is not None:
+    def _draft(self, assistant: Any, config: Any) -> tuple[Any, Any]:
+        """What drafts, and how: the call's, the pipeline's or the attached head, or nothing, which is plain decoding."""
+        if config is None:
+            return RootOnly(1), None
+        asked, config = config != "default", self._lantern_config if config == "default" else config
+        heads = (assistant, self._assistant, self.model.__dict__["_lantern"].assistant)
+        head = next((one for one in heads if one is not None), None)
+        if head is None and asked:
             raise ValueError(
                 "`lantern_config` was given, but there is no draft head. Pass assistant=head, its folder or its Hub id."
             )
-        return RootOnly(1)
+        return (RootOnly(1), None) if head is None else (head, config)
 
-    def postprocess(self, outputs: dict[str, Any], num_images_per_prompt: int = 1) -> Any:  # type: ignore[override]
+    def postprocess(self, outputs: dict[str, Any], num_images_per_prompt: int = 1) -> list[Any]:  # type: ignore[override]
         """Turn tokens into images: one a prompt, or a list a prompt."""
         prompts, vq_model = outputs["prompts"].repeat_interleave(num_images_per_prompt, 0), self._parts.vq_model
         rows = decode_images(self.model, prompts, outputs["sequences"], vq_model, target_options=self._options)
@@ -259,7 +264,7 @@ class LanternTextToImagePipeline(Pipeline):
         images: list[Any] = [row[0] for row in rows]
         if num_images_per_prompt > 1:
             images = [images[i : i + num_images_per_prompt] for i in range(0, len(images), num_images_per_prompt)]
-        return images[0] if outputs["single"] else images
+        return images
 
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
         """Save model and processor, as `pipeline(..., model=save_directory)` reads them; a head is saved by itself."""
