@@ -3,7 +3,7 @@
 Everything below is imported when it is first asked for, so that `import lantern_hf` and `lantern-hf --help` take no
 time. transformers' Auto classes know `lantern_draft` and `llamagen` from that moment on: before
 `AutoModel.from_pretrained`, ask for the class (`from lantern_hf import LanternDraftModel`), or load with
-`LanternDraftModel.from_pretrained` itself.
+`LanternDraftModel.from_pretrained` itself. `transformers.pipeline` knows the task `lantern-text-to-image` at once.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from lantern_hf._registration import register_task
 from lantern_hf._version import __version__
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from lantern_hf.stats import DecodingStats
     from lantern_hf.strategy import lantern_generate
     from lantern_hf.targets import TargetAdapter, register_target
+    from lantern_hf.targets.emu3_layout import Emu3ImageLayout
+    from lantern_hf.transformers_pipeline import LanternTextToImagePipeline
     from lantern_hf.tree import TREES, DraftTree
 
 __all__ = [
@@ -37,6 +40,7 @@ __all__ = [
     "CandidateTree",
     "DecodingStats",
     "DraftTree",
+    "Emu3ImageLayout",
     "ImageTokensLogitsProcessor",
     "LanternCandidateGenerator",
     "LanternConfig",
@@ -45,6 +49,7 @@ __all__ = [
     "LanternGenerateOutput",
     "LanternPipeline",
     "LanternPipelineOutput",
+    "LanternTextToImagePipeline",
     "LlamaGenConfig",
     "LlamaGenForConditionalGeneration",
     "NeighborTable",
@@ -76,6 +81,8 @@ _MODULES = {
     "stats": "DecodingStats",
     "strategy": "lantern_generate",
     "targets": "TargetAdapter register_target",
+    "targets.emu3_layout": "Emu3ImageLayout",
+    "transformers_pipeline": "LanternTextToImagePipeline",
     "tree": "TREES DraftTree",
 }
 _HOME = {name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names.split()}
@@ -109,3 +116,4 @@ def __dir__() -> list[str]:
 
 
 sys.modules[__name__].__class__ = _LazyPackage
+register_task()

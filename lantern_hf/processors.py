@@ -123,18 +123,31 @@ class NodeProcessors:
         self._processors = LogitsProcessorList(self._tolerant(processor) for processor in processors)
         self._vocab_size, self._columns, self._rules = vocab_size, columns, rules
         self._asked: set[int] = set()
+        self._last_allowed: tuple[list[int], Tensor] | None = None
         self.needs_prefix = any(type(processor) not in PREFIX_FREE for processor in processors)
 
     def _tolerant(self, processor: Any) -> Any:
-        """Keep `prefix_allowed_tokens_fn` from being asked about rows whose answer is not read.
+        """Make `prefix_allowed_tokens_fn` fit to be asked about nodes.
 
-        Such a row shows a prefix of another length than its own, which a trie, say, may not know; nothing being allowed
-        there would be an error.
+        It is not asked about rows whose answer is not read. Such a row shows a prefix of another length than its own,
+        which a trie, say, may not know; nothing being allowed there would be an error.
         """
         if type(processor) is not hf.PrefixConstrainedLogitsProcessor:
             return processor
-        ask = processor._prefix_allowed_tokens_fn
-        return hf.PrefixConstrainedLogitsProcessor(lambda row, ids: ask(row, ids) if row in self._asked else [0], 1)
+        ask, per_prompt = processor._prefix_allowed_tokens_fn, processor._num_beams
+
+        def answer(row: int, ids: Tensor) -> Any:
+            return self._as_index(ask(row // per_prompt, ids), ids.device) if row in self._asked else [0]
+
+        return hf.PrefixConstrainedLogitsProcessor(answer, 1)
+
+    def _as_index(self, allowed: Any, device: torch.device) -> Any:
+        """Turn a long list of ids into a tensor, and the same one only once: all image tokens are a long list."""
+        if type(allowed) is not list or len(allowed) < 256:
+            return allowed
+        if self._last_allowed is None or self._last_allowed[0] != allowed:
+            self._last_allowed = list(allowed), torch.tensor(allowed, device=device)
+        return self._last_allowed[1]
 
     def __call__(
         self, sequences: Sequences, suffix: Tensor | None, logits: Tensor, offset: Tensor | None = None

@@ -22,6 +22,7 @@ from tiny_chameleon import (
     tiny_tokenizer,
     unblanked,
 )
+from tiny_emu3 import emu3_processor, tiny_emu3
 from tiny_families import (
     GLM_BOI,
     GLM_EOI,
@@ -32,7 +33,12 @@ from tiny_families import (
     tiny_glm_image,
 )
 from torch import Tensor
-from transformers import JanusForConditionalGeneration, PreTrainedModel
+from transformers import (
+    JanusForConditionalGeneration,
+    LogitsProcessorList,
+    PrefixConstrainedLogitsProcessor,
+    PreTrainedModel,
+)
 
 from lantern_hf import image_prompts
 from lantern_hf.targets import adapter_for
@@ -71,6 +77,8 @@ class Family:
         """The adapter of a call."""
         adapter = adapter_for(model, inputs["input_ids"], **self.options)
         adapter.read_call(inputs["input_ids"], inputs)
+        if function := inputs.get("prefix_allowed_tokens_fn"):
+            adapter.take_over(LogitsProcessorList([PrefixConstrainedLogitsProcessor(function, 1)]))
         return adapter
 
 
@@ -178,6 +186,27 @@ def glm_image_forward(model: PreTrainedModel, inputs: dict[str, Any], tokens: Te
     return glm_image_logits(model, inputs, tokens)[:, -tokens.shape[1] :]
 
 
+def emu3_inputs(model: PreTrainedModel, rows: int, guided: bool) -> dict[str, Any]:
+    """Prompts by the real processor, images of 24 x 32 pixels: 3 x 4 codes."""
+    texts, scale = ("a red fox", "hi", "blue")[:rows], GUIDANCE if guided else None
+    inputs = image_prompts(model, emu3_processor(), texts, guidance_scale=scale, height=24, width=32)
+    return {key: value for key, value in inputs.items() if key != "max_new_tokens"}
+
+
+def emu3_plain(model: PreTrainedModel, inputs: dict[str, Any], new_tokens: int) -> Tensor:
+    """The stock method."""
+    return model.generate(**inputs, max_new_tokens=new_tokens, do_sample=False)
+
+
+def emu3_forward(model: PreTrainedModel, inputs: dict[str, Any], tokens: Tensor) -> Tensor:
+    """The stock forward, at codes and ends."""
+    mask = torch.cat([inputs["attention_mask"], inputs["attention_mask"].new_ones(tokens.shape)], 1)
+    ids = torch.cat([inputs["input_ids"], tokens], 1)
+    logits = model(ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp_min(0)).logits
+    layout = inputs["prefix_allowed_tokens_fn"]
+    return logits[:, -tokens.shape[1] :, [*layout.visual_ids, *layout.end_ids, layout.pad_id]]
+
+
 FAMILIES = (
     Family("anole", tiny_anole, anole_inputs, anole_plain, chameleon_forward, 16),
     Family("lumina", tiny_lumina, lumina_inputs, lumina_plain, chameleon_forward, 4 * 7 + 1),
@@ -191,5 +220,6 @@ FAMILIES = (
         {"height": 8, "width": 12},
     ),
     Family("janus", common_janus, janus_inputs, janus_plain, janus_forward, 16),
+    Family("emu3", tiny_emu3, emu3_inputs, emu3_plain, emu3_forward, 3 * 5 + 3),
     Family("glm_image", tiny_glm_image, glm_image_inputs, glm_image_plain, glm_image_forward, 4 * 3 + 1),
 )

@@ -17,7 +17,13 @@ from lantern_hf.cache import RaggedCache
 from lantern_hf.targets.attention import attention_argument
 
 TREE = TREES["eagle_25"]
-NOT_FOR_THE_FORWARD = ("input_ids", "negative_prompt_ids", "negative_prompt_attention_mask", "guidance_scale")
+NOT_FOR_THE_FORWARD = (
+    "input_ids",
+    "negative_prompt_ids",
+    "negative_prompt_attention_mask",
+    "guidance_scale",
+    "prefix_allowed_tokens_fn",
+)
 
 every_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 

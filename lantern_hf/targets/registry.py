@@ -9,6 +9,7 @@ from transformers.utils import logging
 from lantern_hf.targets.base import TargetAdapter
 from lantern_hf.targets.causal_lm import CausalLMAdapter
 from lantern_hf.targets.chameleon import ChameleonAdapter
+from lantern_hf.targets.emu3 import Emu3Adapter
 from lantern_hf.targets.glm_image import GlmImageAdapter
 from lantern_hf.targets.janus import JanusAdapter
 from lantern_hf.targets.llamagen import LlamaGenAdapter
@@ -24,6 +25,7 @@ BUILT_IN: tuple[type[TargetAdapter], ...] = (
     LlamaGenAdapter,
     LuminaAdapter,
     ChameleonAdapter,
+    Emu3Adapter,
     JanusAdapter,
     GlmImageAdapter,
 )
