@@ -16,7 +16,7 @@ from tiny_families import BOI, BOS, NUM_CODES, PAD, SIDE, janus_processor, janus
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, pipeline
 
-from lantern_hf import LanternConfig, attach, detach, lantern_generate
+from lantern_hf import LanternConfig, attach, decode_images, detach, image_prompts, lantern_generate
 
 TOKENS = SIDE * SIDE
 
@@ -168,3 +168,16 @@ def test_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [file.name for file in files] == ["fox-0.png", "fox-1.png"]
     for file in files:
         assert Image.open(file).size == (16, 16)
+
+
+def test_texts_become_arguments_and_codes_pictures() -> None:
+    model = tiny_janus()
+    attach(model, tiny_head(model), LanternConfig("chain_5", 5, lam=4.0), default_on=True)
+    for scale in (None, 3.0):
+        inputs = image_prompts(model, janus_processor(), ["a red fox", "a bird this is"], guidance_scale=scale)
+        assert (inputs["guidance_scale"], inputs["max_new_tokens"]) == (scale or 1.0, TOKENS)
+        codes = model.generate(**inputs, do_sample=True)
+        pictures = decode_images(model, inputs["input_ids"], codes)
+        assert [[picture.size for picture in row] for row in pictures] == [[(16, 16)]] * 2
+    with pytest.raises(ValueError, match="Janus' images are 16 x 16 pixels, not 32"):
+        image_prompts(model, janus_processor(), "a red fox", height=[32], width=16)
