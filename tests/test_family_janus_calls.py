@@ -1,4 +1,4 @@
-"""Janus: how its images are asked for: arguments, streams, stock pipelines, refusals, the example."""
+"""Janus: how its images are asked for: arguments, streams, refusals, the example."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from PIL import Image
 from test_sync import Waits, counted
 from tiny_families import BOI, BOS, NUM_CODES, PAD, SIDE, janus_processor, janus_prompts, tiny_janus
 from torch import Tensor
-from transformers import GenerationConfig, GenerationMixin, pipeline
+from transformers import GenerationConfig, GenerationMixin
 
 from lantern_hf import LanternConfig, attach, decode_images, detach, image_prompts, lantern_generate
 
@@ -137,20 +137,6 @@ def test_refusals() -> None:
         model.generate(**inputs, generation_mode="image")
     assert torch.equal(inputs["input_ids"][:, [0, -1]], torch.tensor([[BOS, BOI]]))
     assert PAD == 0
-
-
-def test_any_to_any_pipeline() -> None:
-    """The stock pipeline hands everything on."""
-    model = tiny_janus()
-    head = tiny_head(model)
-    attach(model)
-    pipe = pipeline("any-to-any", model=model, processor=janus_processor())
-    images = pipe(
-        text="<s> a red fox ",
-        generation_mode="image",
-        generate_kwargs={"assistant": head, "lantern_config": LanternConfig("chain_5", 5, lam=4.0)},
-    )
-    assert images[0]["generated_image"].size == (16, 16)
 
 
 def test_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
