@@ -1,9 +1,8 @@
-"""GLM-Image: positions in two grids, the structure of an image, and diffusers' pipeline calling `generate` itself."""
+"""GLM-Image: positions in two grids, the structure of an image, guidance, editing, refusals."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from tiny_families import (
     GLM_EOI,
     GLM_OUTPUTS,
     GLM_PAD,
-    glm_image_pipeline,
     glm_image_processor,
     tiny_glm_image,
 )
@@ -270,42 +268,13 @@ def test_codebook_and_head() -> None:
     assert tiny_head(model).config.codebook_size == NUM_CODES
 
 
-def test_diffusers_pipeline() -> None:
-    """The real pipeline calls `generate` by itself: the very same picture where nothing is left to chance."""
-    prior = tiny_glm_image()
-    pipe = glm_image_pipeline(prior)
-    kwargs = {"height": 32, "width": 64, "num_inference_steps": 2}
-    prior.generation_config.top_k = 1
-    expected = pipe("a red fox", generator=torch.Generator().manual_seed(0), **kwargs).images[0]
-    attach(prior, tiny_head(prior), LanternConfig.strict("chain_5"), default_on=True)
-    image = pipe("a red fox", generator=torch.Generator().manual_seed(0), **kwargs).images[0]
-    assert image.size == (64, 32)
-    assert image.tobytes() == expected.tobytes()
-
-
-def test_diffusers_pipeline_draws_its_seed() -> None:
-    """Relaxed, several prompts in a batch; the pipeline seeds the global generator, which drives the draws."""
-    prior = tiny_glm_image()
-    pipe = glm_image_pipeline(prior)
-    attach(prior, tiny_head(prior), LanternConfig("chain_5", 5, lam=4.0), default_on=True)
-    texts = ["a red fox", "a blue bird what"]
-    first, again, other = (
-        pipe.generate_prior_tokens(texts, height=32, width=64, generator=torch.Generator().manual_seed(seed))[0]
-        for seed in (0, 0, 1)
-    )
-    assert first.shape == (2, 8)  # a large grid of 1 x 2, each code four times
-    assert int(first.max()) < NUM_CODES
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
-
-
 @pytest.mark.parametrize("do_sample", [True, False])
 def test_two_waits_a_round_at_most(do_sample: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_glm_image()
     attach(model, tiny_head(model), LanternConfig("wide_57", 5, lam=3.0), default_on=True)
     rounds: list[list[str]] = []
     inputs = prompts((LARGE, SMALL), ((2, 5), (1, 3)), (LARGE, SMALL))
-    watched = type("Case", (), {"model": model})
+    watched = SimpleNamespace(model=model)
 
     with monkeypatch.context() as patch:
         patch.setattr("lantern_hf.session.asking_is_free", lambda device: False)
@@ -332,18 +301,3 @@ def test_refusals() -> None:
         model.generate(**closed, max_new_tokens=4)
     with pytest.raises(ValueError, match="drawn by a diffusion model"):
         adapter_for(model).pixels(torch.zeros(1, 2, 2, dtype=torch.long))
-
-
-def test_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The script of examples/ on a saved tiny pipeline: real files, and a PNG of the size asked for."""
-    prior = tiny_glm_image()
-    tiny_head(prior).save_pretrained(tmp_path / "head")
-    glm_image_pipeline(prior).save_pretrained(tmp_path / "model")
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "examples"))
-    monkeypatch.delitem(sys.modules, "glm_image", raising=False)
-    import glm_image
-
-    command = ["a red fox", "--model", str(tmp_path / "model"), "--head", str(tmp_path / "head"), "--dtype", "float32"]
-    command += ["--height", "32", "--width", "64", "--steps", "2", "--neighborhood-size", "5"]
-    file = glm_image.main([*command, "--out", str(tmp_path / "fox.png")])
-    assert Image.open(file).size == (64, 32)

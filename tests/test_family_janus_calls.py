@@ -1,9 +1,10 @@
-"""Janus: how its images are asked for: arguments, streams, stock pipelines, refusals, the example."""
+"""Janus: how its images are asked for: arguments, streams, refusals, the example."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +14,9 @@ from PIL import Image
 from test_sync import Waits, counted
 from tiny_families import BOI, BOS, NUM_CODES, PAD, SIDE, janus_processor, janus_prompts, tiny_janus
 from torch import Tensor
-from transformers import GenerationConfig, GenerationMixin, pipeline
+from transformers import GenerationConfig, GenerationMixin
 
-from lantern_hf import LanternConfig, attach, detach, lantern_generate
+from lantern_hf import LanternConfig, attach, decode_images, detach, image_prompts, lantern_generate
 
 TOKENS = SIDE * SIDE
 
@@ -106,15 +107,10 @@ def test_two_waits_a_round_at_most(do_sample: bool, monkeypatch: pytest.MonkeyPa
     rounds: list[list[str]] = []
     inputs = janus_prompts(3)
 
-    class Case:
-        """What `counted` watches: the language model is the target's own code."""
-
-        class model:
-            base_model = model.model.language_model
-
+    watched = SimpleNamespace(model=SimpleNamespace(base_model=model.model.language_model))
     with monkeypatch.context() as patch:
         patch.setattr("lantern_hf.session.asking_is_free", lambda device: False)
-        with counted(patch, Case) as waits:  # type: ignore[arg-type]
+        with counted(patch, watched) as waits:  # type: ignore[arg-type]
             assert isinstance(waits, Waits)
 
             def on_round(session: Any) -> None:
@@ -143,20 +139,6 @@ def test_refusals() -> None:
     assert PAD == 0
 
 
-def test_any_to_any_pipeline() -> None:
-    """The stock pipeline hands everything on."""
-    model = tiny_janus()
-    head = tiny_head(model)
-    attach(model)
-    pipe = pipeline("any-to-any", model=model, processor=janus_processor())
-    images = pipe(
-        text="<s> a red fox ",
-        generation_mode="image",
-        generate_kwargs={"assistant": head, "lantern_config": LanternConfig("chain_5", 5, lam=4.0)},
-    )
-    assert images[0]["generated_image"].size == (16, 16)
-
-
 def test_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The script of examples/ on a saved tiny model: real files, real processor, PNGs."""
     model = tiny_janus()
@@ -172,3 +154,16 @@ def test_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [file.name for file in files] == ["fox-0.png", "fox-1.png"]
     for file in files:
         assert Image.open(file).size == (16, 16)
+
+
+def test_texts_become_arguments_and_codes_pictures() -> None:
+    model = tiny_janus()
+    attach(model, tiny_head(model), LanternConfig("chain_5", 5, lam=4.0), default_on=True)
+    for scale in (None, 3.0):
+        inputs = image_prompts(model, janus_processor(), ["a red fox", "a bird this is"], guidance_scale=scale)
+        assert (inputs["guidance_scale"], inputs["max_new_tokens"]) == (scale or 1.0, TOKENS)
+        codes = model.generate(**inputs, do_sample=True)
+        pictures = decode_images(model, inputs["input_ids"], codes)
+        assert [[picture.size for picture in row] for row in pictures] == [[(16, 16)]] * 2
+    with pytest.raises(ValueError, match="Janus' images are 16 x 16 pixels, not 32"):
+        image_prompts(model, janus_processor(), "a red fox", height=[32], width=16)

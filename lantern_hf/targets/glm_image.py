@@ -126,7 +126,9 @@ class GlmImageAdapter(TargetAdapter):
             tokenize=True,
             return_dict=True,
             return_tensors="pt",
-            processor_kwargs={"padding": len(prompts) > 1, "target_h": height, "target_w": width},
+            padding=len(prompts) > 1,
+            target_h=height,
+            target_w=width,
         )
         grids = inputs["image_grid_thw"][: int(inputs["images_per_sample"][0])]
         return dict(inputs) | {"max_new_tokens": int(grids.prod(1).sum()) + 1}
