@@ -48,6 +48,8 @@ def node_offsets(rules: ImageRules, root: Tensor, token_ids: Tensor, tree: Draft
     Returns:
         `(B, N)` int64: the offset of what is decided *behind* each node.
     """
+    if not rules.structured:  # nobody looks at them
+        return root[:, None] + tree.depths
     offsets = [root[:, None]]
     first = 0  # levels are consecutive runs of node ids, so that a parent's place in the level above is known
     for level, above in zip(tree.levels[1:], tree.levels, strict=False):

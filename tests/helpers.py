@@ -79,10 +79,11 @@ def make_case(name: str, rows: int = 1, guidance: float | None = None, attention
         inputs["input_ids"][:, -1] = BEGIN_IMAGE
         plain_model = UnblankedChameleon(model.config).eval()
         plain_model.load_state_dict(model.state_dict())
-        image_ids = adapter_for(model, inputs["input_ids"]).image_token_ids
+        adapter = adapter_for(model, inputs["input_ids"])
+        image_ids = adapter.image_token_ids
         if guidance is not None:
             inputs["negative_prompt_ids"] = torch.tensor([[0, BEGIN_IMAGE]]).repeat(rows, 1)
-            plain_model.blanked_ids = torch.tensor(sorted(set(range(48)) - set(image_ids.tolist())))
+            plain_model.blanked_ids = torch.tensor(sorted(set(range(48)) - set(adapter.columns.tolist())))
     if guidance is not None:
         inputs["guidance_scale"] = guidance
     return Case(name, model, plain_model, inputs, image_ids)
@@ -135,8 +136,7 @@ class Oracle(CandidateTree):
 def oracle(case: Case, sequences: Tensor, tree: DraftTree, misses: float = 0.2) -> Oracle:
     """An oracle for a case; `misses` makes rows fall out of step."""
     adapter = adapter_for(case.model, case.inputs["input_ids"])
-    columns = adapter.vocab_size if adapter.columns is None else len(adapter.columns)
-    return Oracle(tree, sequences, case.emitted, adapter.num_codes or columns, misses)
+    return Oracle(tree, sequences, case.emitted, adapter.num_columns, misses)
 
 
 __all__ = ["BEGIN_IMAGE", "CASES", "NUM_CODES", "Case", "Oracle", "make_case", "oracle", "tiny_chameleon"]

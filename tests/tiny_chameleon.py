@@ -121,10 +121,10 @@ def plain_generate(model: Any, follow: Any, *, interleaved: bool = False, **kwar
     return unblanked(model).generate(logits_processor=own, **kwargs)
 
 
-def tiny_vq(model: ChameleonForConditionalGeneration) -> VQModel:
-    """The model's own VQ encoder and codebook with a random decoder, through the conversion of published weights."""
+def vq_weights(model: ChameleonForConditionalGeneration) -> dict[str, Tensor]:
+    """The model's own VQ encoder and codebook with a random decoder, under the names of Meta's checkpoint."""
     torch.manual_seed(3)
-    own = {key: value for key, value in model.model.vqmodel.state_dict().items()}
+    own = dict(model.model.vqmodel.state_dict())
     own["decoder.conv_in.weight"], own["decoder.conv_in.bias"] = torch.randn(32, 4, 3, 3) * 0.2, torch.zeros(32)
     own["decoder.conv_out.weight"], own["decoder.conv_out.bias"] = torch.randn(3, 32, 3, 3) * 0.05, torch.zeros(3)
     for name in ("mid.block_1", "mid.block_2", *(f"up.{level}.block.{i}" for level in (0, 1) for i in (0, 1))):
@@ -140,7 +140,12 @@ def tiny_vq(model: ChameleonForConditionalGeneration) -> VQModel:
         own |= {f"decoder.{layer}.weight": torch.ones(32), f"decoder.{layer}.bias": torch.zeros(32)}
     own |= {"decoder.up.1.upsample.conv.weight": torch.randn(32, 32, 3, 3) * 0.05}
     own |= {"decoder.up.1.upsample.conv.bias": torch.zeros(32)}
-    return chameleon_vq(own)
+    return own
+
+
+def tiny_vq(model: ChameleonForConditionalGeneration) -> VQModel:
+    """The whole of the model's VQ, encoder and decoder."""
+    return chameleon_vq(vq_weights(model))
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
