@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -305,7 +306,7 @@ def test_two_waits_a_round_at_most(do_sample: bool, monkeypatch: pytest.MonkeyPa
     attach(model, tiny_head(model), LanternConfig("wide_57", 5, lam=3.0), default_on=True)
     rounds: list[list[str]] = []
     inputs = prompts((LARGE, SMALL), ((2, 5), (1, 3)), (LARGE, SMALL))
-    watched = type("Case", (), {"model": model})
+    watched = SimpleNamespace(model=model)
 
     with monkeypatch.context() as patch:
         patch.setattr("lantern_hf.session.asking_is_free", lambda device: False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -106,15 +107,10 @@ def test_two_waits_a_round_at_most(do_sample: bool, monkeypatch: pytest.MonkeyPa
     rounds: list[list[str]] = []
     inputs = janus_prompts(3)
 
-    class Case:
-        """What `counted` watches: the language model is the target's own code."""
-
-        class model:
-            base_model = model.model.language_model
-
+    watched = SimpleNamespace(model=SimpleNamespace(base_model=model.model.language_model))
     with monkeypatch.context() as patch:
         patch.setattr("lantern_hf.session.asking_is_free", lambda device: False)
-        with counted(patch, Case) as waits:  # type: ignore[arg-type]
+        with counted(patch, watched) as waits:  # type: ignore[arg-type]
             assert isinstance(waits, Waits)
 
             def on_round(session: Any) -> None:

@@ -8,7 +8,7 @@ stock method. Text is decoded strictly.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -55,7 +55,7 @@ class JanusAdapter(TargetAdapter):
 
     def _asks_for_image(self, input_ids: Tensor | None) -> bool:
         """Whether the prompts end with the begin-image token; rows must agree."""
-        begin = _token("boi_token_id", self.model.generation_config)
+        begin = _setting("boi_token_id", self.model.generation_config)
         if input_ids is None or begin is None or not input_ids.shape[1]:
             return False
         ends = (input_ids[:, -1] == begin).tolist()
@@ -192,17 +192,18 @@ def _listed(value: int | Sequence[int]) -> Sequence[int]:
     return [value] if isinstance(value, int) else value
 
 
-def without_words(input_ids: Tensor, *configs: GenerationConfig) -> Tensor:
+def without_words(input_ids: Tensor, *settings: Any) -> Tensor:
     """Give Janus' unconditional prompts: padding everywhere but at begin-of-sequence and begin-of-image.
 
     Args:
         input_ids: Prompts, `(B, S)` int64.
-        *configs: Name the three tokens, earlier ones first; the last token as `generation_kwargs["boi_token_id"]`.
+        *settings: Generation configs or dictionaries that name the three tokens, earlier ones first; the last token as
+            `generation_kwargs["boi_token_id"]`.
 
     Raises:
         ValueError: One of the tokens is unknown.
     """
-    known = {name: _token(name, *configs) for name in ("bos_token_id", "boi_token_id", "pad_token_id")}
+    known = {name: _setting(name, *settings) for name in ("bos_token_id", "boi_token_id", "pad_token_id")}
     if missing := [name for name, value in known.items() if value is None]:
         raise ValueError(
             f"`{missing[0]}` of the generation config is None, but Janus' guidance needs it for the unconditional "
@@ -212,13 +213,15 @@ def without_words(input_ids: Tensor, *configs: GenerationConfig) -> Tensor:
     return torch.where(stays, input_ids, known["pad_token_id"])
 
 
-def _token(name: str, *configs: GenerationConfig) -> int | None:
-    """A special token's id from the first configuration that names it."""
-    for config in configs:
-        value = getattr(config, name, None)
-        value = (getattr(config, "generation_kwargs", None) or {}).get(name) if value is None else value
+def _setting(name: str, *settings: Any) -> Any:
+    """The first value that generation configs or dictionaries have under a name, None when none has."""
+    for source in settings:
+        values = source if isinstance(source, Mapping) else vars(source) if source is not None else {}
+        value = values.get(name)
+        if value is None:
+            value = (values.get("generation_kwargs") or {}).get(name)
         if value is not None:
-            return int(value)
+            return value
     return None
 
 
@@ -237,19 +240,21 @@ def _image_arguments(
             "`generation_mode='image'` reads prompts from `input_ids`, (B, S). Make them with "
             "processor(text=..., generation_mode='image', return_tensors='pt')."
         )
-    config = GenerationConfig() if generation_config is None else copy.deepcopy(generation_config)
-    kwargs = config.update(**kwargs)
-    scale = model.generation_config.guidance_scale if config.guidance_scale is None else config.guidance_scale
+    settings = (kwargs, generation_config, model.generation_config)
+    scale, pad = _setting("guidance_scale", *settings), _setting("pad_token_id", *settings)
     if scale is None:
         logger.warning_once(f"`guidance_scale` is not given; images are made with Janus' default, {DEFAULT_GUIDANCE}.")
         scale = DEFAULT_GUIDANCE
-    config.guidance_scale, config.max_new_tokens = scale, model.config.vision_config.num_image_tokens
-    pad = _token("pad_token_id", config, model.generation_config)
     if attention_mask is None and pad is not None:
         attention_mask = (ids != pad).long()
-    if scale != 1 and kwargs.get("negative_prompt_ids") is None:
-        kwargs["negative_prompt_ids"] = without_words(ids, config, model.generation_config)
-        kwargs["negative_prompt_attention_mask"] = attention_mask
     table = model.get_input_embeddings()
-    embeds = table(to_module(table, ids))
-    return kwargs | {"inputs_embeds": embeds, "attention_mask": attention_mask, "generation_config": config}
+    arguments = kwargs | {"inputs_embeds": table(to_module(table, ids)), "attention_mask": attention_mask}
+    if scale != 1 and kwargs.get("negative_prompt_ids") is None:
+        arguments["negative_prompt_ids"] = without_words(ids, *settings)
+        arguments["negative_prompt_attention_mask"] = attention_mask
+    fixed = {"guidance_scale": scale, "max_new_tokens": model.config.vision_config.num_image_tokens}
+    if generation_config is None:
+        return arguments | fixed
+    config = copy.deepcopy(generation_config)  # transformers wants settings in a config or beside it, not both
+    config.guidance_scale, config.max_new_tokens = fixed["guidance_scale"], fixed["max_new_tokens"]
+    return {name: value for name, value in arguments.items() if name not in fixed} | {"generation_config": config}
