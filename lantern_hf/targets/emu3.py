@@ -38,6 +38,7 @@ class Emu3Adapter(TargetAdapter):
     """Serves `Emu3ForConditionalGeneration`."""
 
     family = "emu3"
+    model_types = ("emu3",)
     has_codebook = True
 
     def __init__(self, model: PreTrainedModel, input_ids: Tensor | None = None):
