@@ -240,7 +240,7 @@ class LanternTextToImagePipeline(Pipeline):
         return config.update(**settings) | {"generation_config": config}
 
     def _draft(self, assistant: Any, config: Any) -> tuple[Any, Any]:
-        """What drafts, and how: the call's, the pipeline's or the attached head, or nothing, which is plain decoding."""
+        """What drafts, and how: the head of the call, the pipeline or the model; else nothing (plain decoding)."""
         if config is None:
             return RootOnly(1), None
         asked, config = config != "default", self._lantern_config if config == "default" else config

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +10,27 @@ import pytest
 import torch
 from conftest import tiny_head
 from helpers import Oracle
-from tiny_emu3 import NUM_CODES, SPECIAL, emu3_processor, emu3_vocabulary, image_inputs, negative_inputs, tiny_emu3
+from tiny_emu3 import (
+    NUM_CODES,
+    ByPlace,
+    Unasked,
+    arguments,
+    check_structure,
+    emu3_processor,
+    emu3_vocabulary,
+    image_inputs,
+    negative_inputs,
+    published_helper,
+    tiny_emu3,
+)
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import Emu3ForConditionalGeneration, Emu3Processor
+from transformers import (
+    Emu3ForConditionalGeneration,
+    Emu3Processor,
+    LogitsProcessorList,
+    PrefixConstrainedLogitsProcessor,
+)
 
 import lantern_hf.session
 from lantern_hf import TREES, Emu3ImageLayout, LanternConfig, lantern_generate
@@ -32,65 +48,6 @@ def processor() -> Emu3Processor:
 @pytest.fixture(scope="module")
 def model() -> Emu3ForConditionalGeneration:
     return tiny_emu3()
-
-
-class ByPlace:
-    """A user's own `prefix_allowed_tokens_fn`, as the documentation of Emu3 shows one; counts how often it is asked."""
-
-    def __init__(self, model: Emu3ForConditionalGeneration, height: int, width: int):
-        self.visual = model.vocabulary_mapping.image_tokens
-        self.height, self.width, self.asked = height, width, []
-        self.ids = {name: emu3_vocabulary()[token] for name, token in SPECIAL.items()}
-
-    def __call__(self, batch_id: int, input_ids: Tensor) -> Any:
-        self.asked.append(batch_id)
-        place = len(input_ids) - int((input_ids == self.ids["image_wrapper_token"]).nonzero()[0])
-        if place <= self.height * (self.width + 1):
-            return self.visual if place % (self.width + 1) else (self.ids["eol"],)
-        ends = {1: "eof_token", 2: "eoi_token", 3: "eos"}
-        return (self.ids[ends.get(place - self.height * (self.width + 1), "pad")],)
-
-
-def published_helper(layout: Emu3ImageLayout, narrow: bool = False) -> Any:
-    """What `build_prefix_constrained_fn` of the published processor gives: attributes, and a memory of beginnings.
-
-    With `narrow` it looks the same, but allows three visual tokens at the beginning of a row.
-    """
-
-    class Helper(SimpleNamespace):
-        def __call__(self, batch_id: int, input_ids: Tensor) -> Any:
-            begun = self.seen.setdefault(batch_id, (input_ids == self.img_token).nonzero()[0][0])
-            pick = batch_id if len(self.height) > 1 else 0
-            own = dataclasses.replace(layout, sizes=((int(self.height[pick]), int(self.width[pick])),))
-            place = (len(input_ids) - int(begun) - 1) % (int(self.width[pick]) + 1)
-            return self.visual_tokens[:3] if narrow and not place else own(0, input_ids[begun:])
-
-    names = ("img_token", "eol_token", "eof_token", "eoi_token", "eos_token", "pad_token")
-    ids = (layout.image_token_id, *layout.end_ids, layout.pad_id)
-    height, width = torch.tensor(layout.sizes).unbind(1)
-    known = {"height": height, "width": width, "visual_tokens": list(layout.visual_ids), "seen": {}}
-    return Helper(**known, **dict(zip(names, ids, strict=True)))
-
-
-def arguments(
-    processor: Emu3Processor, texts: list[str], pixels: tuple[int, int] = (32, 32), scale: float = 3.0
-) -> dict:
-    """Arguments of `generate` with guidance and a negative prompt; `image_sizes` is among them."""
-    inputs = dict(image_inputs(processor, texts, pixels))
-    return inputs | negative_inputs(processor, "low", len(texts), pixels) | {"guidance_scale": scale}
-
-
-def check_structure(tokens: list[int], height: int, width: int) -> None:
-    """Every row end, the ends of frame and image, the length, and nothing but visual tokens elsewhere."""
-    ids = {name: emu3_vocabulary()[token] for name, token in SPECIAL.items()}
-    visual = {token for name, token in emu3_vocabulary().items() if name.startswith("<|visual")}
-    for row in range(height):
-        line = tokens[row * (width + 1) : (row + 1) * (width + 1)]
-        assert set(line[:-1]) <= visual
-        assert line[-1] == ids["eol"]
-    ends = tokens[height * (width + 1) :]
-    assert ends[:3] == [ids["eof_token"], ids["eoi_token"], ids["eos"]]
-    assert set(ends[3:]) <= {ids["pad"]}
 
 
 def test_the_layout_says_what_a_users_function_says(model: Any, processor: Any) -> None:
@@ -136,6 +93,21 @@ def test_what_a_prompt_asks_for(model: Any, processor: Any) -> None:
         adapter_for(model, mixed)
 
 
+@pytest.mark.parametrize("stride", [1, 7])
+def test_logits_are_those_of_the_columns(processor: Any, stride: int) -> None:
+    """Also where the ids of visual tokens follow one another, as published ones do, and no weight is copied."""
+    model = tiny_emu3(stride=stride)
+    inputs = image_inputs(processor, TEXTS)
+    adapter, layout = adapter_for(model, inputs["input_ids"]), Emu3ImageLayout.for_model(model, inputs["image_sizes"])
+    hidden = torch.randn(2, 3, 32, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert torch.equal(adapter.logits(hidden), model.lm_head(hidden)[..., adapter.columns])
+        assert len(adapter.take_over(LogitsProcessorList([PrefixConstrainedLogitsProcessor(layout, 1)]))) == 0
+        torch.testing.assert_close(adapter.logits(hidden), model.lm_head(hidden)[..., adapter.columns])
+    shared = adapter._weights[0].untyped_storage().data_ptr() == model.lm_head.weight.untyped_storage().data_ptr()
+    assert shared == (stride == 1)
+
+
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("function", ["layout", "user", "published", "none"])
 def test_greedy_strict_is_the_models_own_generate(model: Any, processor: Any, function: str, rows: int) -> None:
@@ -163,13 +135,6 @@ def test_greedy_strict_is_the_models_own_generate(model: Any, processor: Any, fu
     if function != "none":
         for row in expected[:, kwargs["input_ids"].shape[1] :].tolist():
             check_structure(row, 4, 4)
-
-
-class Unasked(Emu3ImageLayout):
-    """A layout that must not be called."""
-
-    def __call__(self, batch_id: int, input_ids: Tensor) -> list[int]:
-        raise AssertionError("the adapter decides by place")
 
 
 def test_a_helper_that_answers_otherwise_is_asked(model: Any, processor: Any) -> None:

@@ -38,6 +38,7 @@ class Emu3Adapter(TargetAdapter):
     """Serves `Emu3ForConditionalGeneration`."""
 
     family = "emu3"
+    model_types = ("emu3",)
     has_codebook = True
 
     def __init__(self, model: PreTrainedModel, input_ids: Tensor | None = None):
@@ -46,7 +47,7 @@ class Emu3Adapter(TargetAdapter):
         self._by_code = ids_by_code(model)
         self._prompts = input_ids if self._asks_for_image(input_ids) else None
         self._layout: Emu3ImageLayout | None = None
-        self._weight: Tensor | None = None
+        self._weights: tuple[Tensor, Tensor] | None = None
         if self._prompts is not None:
             codes = set(self._by_code)  # what else may come is not known yet: any id, the visual ones first
             self._emit([*self._by_code, *(token for token in range(self.vocab_size) if token not in codes)])
@@ -141,9 +142,17 @@ class Emu3Adapter(TargetAdapter):
         if self._layout is None or type(head) is not nn.Linear or hasattr(head, "_hf_hook"):
             logits = head(hidden_states)
             return logits[..., self.columns.to(logits.device)]
-        if self._weight is None:
-            self._weight = head.weight[self.columns.to(head.weight.device)]
-        return F.linear(hidden_states, self._weight)
+        if self._weights is None:
+            self._weights = self._rows_of(head.weight)
+        return torch.cat([F.linear(hidden_states, weight) for weight in self._weights], dim=-1)
+
+    def _rows_of(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows of the output layer, `(K, H)` for the visual tokens and `(C - K, H)` for the others."""
+        assert self.columns is not None
+        columns, count, first = self.columns.to(weight.device), self.num_codes, self._by_code[0]
+        if self._by_code == list(range(first, first + count)):  # as published: a view, and not a copy of 256 MiB
+            return weight[first : first + count], weight[columns[count:]]
+        return weight[columns[:count]], weight[columns[count:]]
 
     def encode(
         self,

@@ -80,9 +80,9 @@ class Emu3ImageLayout:
             )
         image_token, end_of_row, end_of_frame, end_image = (vocabulary[name] for name in names)
         eos = text.eos_token_id[0] if isinstance(text.eos_token_id, list) else text.eos_token_id
-        sizes = torch.as_tensor(image_sizes).reshape(-1, 2).tolist()
+        sizes = tuple((int(h), int(w)) for h, w in torch.as_tensor(image_sizes).reshape(-1, 2).tolist())
         return cls(
-            tuple((int(height), int(width)) for height, width in sizes),
+            sizes[:1] if len(set(sizes)) == 1 else sizes,  # one size serves any number of prompts
             ids_by_code(model),
             image_token,
             (end_of_row, end_of_frame, end_image, eos),
