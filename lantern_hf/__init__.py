@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from lantern_hf.draft import LanternDraftConfig, LanternDraftModel
     from lantern_hf.models.configuration_llamagen import LlamaGenConfig
     from lantern_hf.models.llamagen import LlamaGenForConditionalGeneration
+    from lantern_hf.neighbor_cache import cached_neighbors
     from lantern_hf.neighbors import NeighborTable
     from lantern_hf.outputs import LanternGenerateOutput
     from lantern_hf.pipeline import LanternPipeline, LanternPipelineOutput, embedded_pipeline
@@ -49,6 +50,7 @@ __all__ = [
     "RelaxedAcceptanceLogitsProcessor",
     "__version__",
     "attach",
+    "cached_neighbors",
     "check_tree_support",
     "detach",
     "embedded_pipeline",
@@ -62,6 +64,7 @@ _MODULES = {
     "draft": "LanternDraftConfig LanternDraftModel",
     "models.configuration_llamagen": "LlamaGenConfig",
     "models.llamagen": "LlamaGenForConditionalGeneration",
+    "neighbor_cache": "cached_neighbors",
     "neighbors": "NeighborTable",
     "outputs": "LanternGenerateOutput",
     "pipeline": "LanternPipeline LanternPipelineOutput embedded_pipeline",

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lantern_hf._placement import read_weight
 from lantern_hf.targets.base import TargetAdapter, to_module
 
 BEGIN_IMAGE = "<racm3:break>"
@@ -57,7 +58,7 @@ class ChameleonAdapter(TargetAdapter):
 
     def codebook(self) -> Tensor | None:
         """Latents of the codes, `(K, d)`, straight from the model's own VQ encoder."""
-        return self.model.model.vqmodel.quantize.embedding.weight
+        return read_weight(self.model.model.vqmodel.quantize.embedding)
 
     def unconditional(self, input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """`[bos, begin-image]` for an image (Anole), the last token for text."""
