@@ -38,8 +38,8 @@ def check_generation(model: PreTrainedModel, config: GenerationConfig) -> None:
     prepare = model.__dict__.get("prepare_inputs_for_generation")
     if prepare is not None and getattr(prepare, "__self__", None) is not model:
         raise ValueError(
-            f"`prepare_inputs_for_generation` of this {type(model).__name__} was replaced on the instance, as PEFT does "
-            "for prompt tuning, so that the target would read another prompt than the draft head. Decode without "
+            f"`prepare_inputs_for_generation` of this {type(model).__name__} was replaced on the instance, as PEFT "
+            "does for prompt tuning, so that the target would read another prompt than the draft head. Decode without "
             "LANTERN."
         )
     if config.prompt_lookup_num_tokens or config.assistant_early_exit:

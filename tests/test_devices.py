@@ -262,7 +262,7 @@ def test_weight_only_quantisation_changes_no_token(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(TINY))
 def test_dynamic_quantisation(name: str) -> None:
-    """Activations are scaled by the largest in a pass, so that passes of one token agree with `generate`, trees nearly."""
+    """A pass scales activations by its largest, so that passes of one token agree with `generate`, and trees nearly."""
     model = dynamic_int8(TINY[name]())
     inputs = prompt(model)
     expected = model.generate(**inputs, **GREEDY)

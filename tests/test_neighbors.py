@@ -176,7 +176,7 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
             NeighborTable.load(path)
     table.save(path)
     content = path.read_bytes()
-    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))  # still a code, but another one
+    path.write_bytes(content[:-2] + bytes([content[-2] ^ 1, 0]))  # still a code, but another one
     with pytest.raises(ValueError, match=r"(indices are not those that were written|own row)"):
         NeighborTable.load(path)
     path.write_bytes(b"nothing")
