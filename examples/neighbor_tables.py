@@ -1,7 +1,7 @@
 """Build a neighbour table, save it, and say what that took.
 
-    python examples/neighbor_tables.py --codes 16384 --width 8 --metric cosine --k 1000      # random codebook
-    python examples/neighbor_tables.py --vq FOLDER --k 100 --out neighbors.safetensors       # of a diffusers VQModel
+python examples/neighbor_tables.py --codes 16384 --width 8 --metric cosine --k 1000      # random codebook
+python examples/neighbor_tables.py --vq FOLDER --k 100 --out neighbors.safetensors       # of a diffusers VQModel
 """
 
 from __future__ import annotations

@@ -182,11 +182,7 @@ class NeighborTable:
                 f"{path} is damaged: it holds {table.num_codes} x {table.k} indices but says "
                 f"{metadata.get('num_codes')} x {metadata.get('k')}. Build it again with NeighborTable.from_codebook."
             )
-        if metadata.get("indices_sha256", digest := _digest(indices)) != digest:
-            raise ValueError(
-                f"{path} is damaged: its indices are not those that were written. Build it again with "
-                "NeighborTable.from_codebook."
-            )
+        _check_digest(path, metadata, indices)
         return table
 
     def _with(self, indices: Tensor) -> NeighborTable:
@@ -219,6 +215,15 @@ def _hashes(codebook: Tensor) -> dict[str, str]:
 def _digest(indices: Tensor) -> str:
     """Hash indices as they are stored."""
     return hashlib.sha256(indices.contiguous().numpy().tobytes()).hexdigest()
+
+
+def _check_digest(path: str | os.PathLike[str], metadata: Mapping[str, str], indices: Tensor) -> None:
+    """Refuse indices that are not those that were written; older files do not say."""
+    if metadata.get("indices_sha256", digest := _digest(indices)) != digest:
+        raise ValueError(
+            f"{path} is damaged: its indices are not those that were written. Build it again with "
+            "NeighborTable.from_codebook."
+        )
 
 
 def _hash_as(codebook: Tensor, dtype: torch.dtype) -> str:
