@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lantern_hf.images import decode_images, image_prompts
     from lantern_hf.models.configuration_llamagen import LlamaGenConfig
     from lantern_hf.models.llamagen import LlamaGenForConditionalGeneration
+    from lantern_hf.neighbor_cache import cached_neighbors
     from lantern_hf.neighbors import NeighborTable
     from lantern_hf.outputs import LanternGenerateOutput
     from lantern_hf.pipeline import LanternPipeline, LanternPipelineOutput, embedded_pipeline
@@ -57,6 +58,7 @@ __all__ = [
     "TargetAdapter",
     "__version__",
     "attach",
+    "cached_neighbors",
     "check_tree_support",
     "decode_images",
     "detach",
@@ -74,6 +76,7 @@ _MODULES = {
     "images": "decode_images image_prompts",
     "models.configuration_llamagen": "LlamaGenConfig",
     "models.llamagen": "LlamaGenForConditionalGeneration",
+    "neighbor_cache": "cached_neighbors",
     "neighbors": "NeighborTable",
     "outputs": "LanternGenerateOutput",
     "pipeline": "LanternPipeline LanternPipelineOutput embedded_pipeline",

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationMixin, PreTrainedModel
 
+from lantern_hf._placement import wake
 from lantern_hf.cache import RaggedCache, check_cache, new_dynamic_cache
 from lantern_hf.candidates import CandidateTree
 from lantern_hf.config import LanternConfig
@@ -170,6 +171,7 @@ def attach(
 
     Args:
         model: Any supported transformers model, already on its devices. It is changed in place, and only in its class.
+            Of a model wrapped by PEFT, `torch.compile` or for several processes the inner one is.
         assistant: Default draft head, its folder or Hub id; loaded next to the model's last layer.
         lantern_config: Default settings.
         default_on: Decode every call with LANTERN++, also those that name neither `assistant` nor `lantern_config`. For
@@ -178,12 +180,14 @@ def attach(
         target_options: Default options of the target's adapter, as in `lantern_generate`.
 
     Returns:
-        The model itself.
+        `model` itself.
 
     Raises:
+        TypeError: `model` is no transformers model, nor wraps one.
         ValueError: The model cannot score a tree, the head does not fit, `generate` was replaced on the instance, or
             `default_on` has no head.
     """
+    given, model = model, _unwrap(model)
     if "generate" in model.__dict__:
         raise ValueError(
             f"`generate` of this {type(model).__name__} was replaced on the instance by another library, which would "
@@ -203,6 +207,26 @@ def attach(
     if not isinstance(model, LanternMixin):
         model.__class__ = _attached_class(type(model))  # type: ignore[arg-type]
     model.__dict__[_STATE] = state
+    return given
+
+
+def _unwrap(model: Any) -> PreTrainedModel:
+    """The transformers model inside a wrapper: PEFT's, torch.compile's, or one for several processes."""
+    while not isinstance(model, PreTrainedModel):
+        config = getattr(model, "active_peft_config", None)
+        if getattr(config, "is_prompt_learning", False):
+            raise ValueError(
+                f"{type(config).__name__} puts learned tokens before the prompt inside PEFT's own `generate`, where "
+                "the draft head cannot read them. Use an adapter of the weights, such as LoRA."
+            )
+        parts = model._modules if isinstance(model, torch.nn.Module) else {}
+        inner = model.get_base_model() if config is not None else parts.get("_orig_mod", parts.get("module"))
+        if inner is None:
+            raise TypeError(
+                f"`model` must be a transformers model, got {type(model).__name__}. Pass the one whose `generate` you "
+                "call."
+            )
+        model = inner
     return model
 
 
@@ -220,9 +244,10 @@ def _check_fit(
 
 def detach(model: PreTrainedModel) -> PreTrainedModel:
     """Give a model its own `generate` back; a model that is not attached is returned as it is."""
-    if isinstance(model, LanternMixin):
-        model.__class__ = type(model).__mro__[2]
-        model.__dict__.pop(_STATE, None)
+    inner = _unwrap(model)
+    if isinstance(inner, LanternMixin):
+        inner.__class__ = type(inner).__mro__[2]
+        inner.__dict__.pop(_STATE, None)
     return model
 
 
@@ -233,11 +258,13 @@ def check_tree_support(model: PreTrainedModel, tolerance: float | None = None) -
     Args:
         model: The model.
         tolerance: Largest difference of the last hidden states, relative to their size; by default 1e-3 in float32 and
-            0.1 in half precision, where kernels of different shapes round differently.
+            0.1 in half precision or quantised, where passes over more or fewer tokens round differently.
 
     Raises:
         ValueError: No family serves the model, or its tree pass differs.
     """
+    model = _unwrap(model)
+    wake(model)
     adapter = adapter_for(model)
     device = adapter.device
     top = min(adapter.vocab_size, getattr(model.config, "codebook_size", adapter.vocab_size))
@@ -252,13 +279,24 @@ def check_tree_support(model: PreTrainedModel, tolerance: float | None = None) -
     expected = torch.stack([plain[0][:, 1], plain[1][:, 1]], dim=1)
     difference = ((tree[:, 1:] - expected).abs().max() / expected.abs().max().clamp_min(1e-6)).item()
     if tolerance is None:
-        tolerance = 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.1
+        exact = model.dtype in (torch.float32, torch.float64) and not _is_quantized(model)
+        tolerance = 1e-3 if exact else 0.1
     if not difference <= tolerance:
         raise ValueError(
             f"{type(model).__name__} does not score a tree as it scores sequences: hidden states differ by "
             f"{difference:.2g} of their size, allowed is {tolerance:.2g}. Its attention ({attention}) ignores the tree "
             "mask or the positions; try model.set_attn_implementation('sdpa')."
         )
+
+
+def _is_quantized(model: PreTrainedModel) -> bool:
+    """Whether transformers, torchao or torch.ao has quantised the model."""
+    if getattr(model, "hf_quantizer", None) is not None:
+        return True
+    layers = (type(module).__module__ for module in model.modules())
+    return any(name.startswith("torch.ao.nn") for name in layers) or any(
+        type(parameter.data) is not Tensor for parameter in model.parameters()
+    )
 
 
 def _probe(adapter: Any, prefix: Tensor, nodes: Tensor, tree: DraftTree, attention: str) -> Tensor:

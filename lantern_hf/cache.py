@@ -7,16 +7,21 @@ moves what each row keeps down to its own length, so that rows need no holes and
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache, StaticLayer
+from transformers.masking_utils import create_causal_mask
 
 from lantern_hf._host import on_device
 
-CACHE_KEYWORD = "cache"
-"""Keyword of model forwards and of `generate` that takes the cache (`past_key_values` before transformers 5.24)."""
+CACHE_KEYWORD = "cache" if "cache" in signature(create_causal_mask).parameters else "past_key_values"
+"""Keyword of model forwards and of `generate` that takes the cache, and field of outputs that holds it.
+
+`past_key_values` before transformers 5.24.
+"""
 
 
 def check_cache(cache: Cache) -> None:

@@ -16,8 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.logits_process import LogitsProcessorList
+from transformers.utils import logging
 
 from lantern_hf._host import on_device
+from lantern_hf._placement import execution_device, last_layer_device
 from lantern_hf.cache import RaggedCache, new_dynamic_cache
 from lantern_hf.draft import POSITION_OFFSET, LanternDraftModel
 from lantern_hf.processors import NodeProcessors, guide
@@ -25,6 +27,8 @@ from lantern_hf.sampling import Draws
 from lantern_hf.sequences import Sequences
 from lantern_hf.targets import TargetAdapter, adapter_for
 from lantern_hf.tree import DraftTree, get_tree
+
+logger = logging.get_logger(__name__)
 
 _EXCLUDED = torch.finfo(torch.float32).min / 1e3
 """Scores up to this are those of excluded tokens: minus infinity, or the dtype's minimum after some arithmetic."""
@@ -139,7 +143,8 @@ class LanternCandidateGenerator(CandidateTree):
             assistant.bind(model)
         self.assistant, self.adapter = assistant, adapter or adapter_for(model)
         self.tree, levels = _plan(get_tree(tree))
-        self._device = assistant.device
+        self._device = execution_device(assistant)
+        _check_place(self._device, last_layer_device(model))
         self._levels = [level.to(self._device) for level in levels]
         self._processors = NodeProcessors(
             LogitsProcessorList() if logits_processor is None else logits_processor,
@@ -201,6 +206,7 @@ class LanternCandidateGenerator(CandidateTree):
     ) -> tuple[Tensor, Tensor]:
         """Let the head read what was committed; give its output at the root `(R, H)` and the root's position `(R,)`."""
         rows, width, _ = hidden.shape
+        self._target_dtype = hidden.dtype
         first_column = input_ids.shape[1] - on_device(counts, input_ids.device)[:, None]
         # Entry j of a row holds the token after its j-th new state. Past the row's count, and before its first token
         # where the unconditional prompt is the longer one, anything will do.
@@ -260,7 +266,8 @@ class LanternCandidateGenerator(CandidateTree):
                 offsets = self.adapter.advance(
                     offsets[:, level.parents], self.adapter.token_ids(columns[:, level.nodes])
                 )
-            logits = guide(self.adapter.logits(level_features).to(self._device), self._scale)
+            logits = self.adapter.logits(level_features.to(self._target_dtype)).to(self._device)
+            logits = guide(logits, self._scale)
             suffixes = (self.adapter.token_ids(columns[:, path]) for path in level.paths)
             scores = self._processors.nodes(sequences, suffixes, logits, offsets)
             drawn = self._draw(scores.float(), level.width, draws)
@@ -294,6 +301,15 @@ class LanternCandidateGenerator(CandidateTree):
         missing = count - possible
         ids, drawn = F.pad(ids, (0, missing)), F.pad(drawn, (0, missing))
         return torch.where(drawn, ids, ids[..., :1])
+
+
+def _check_place(head: torch.device, target: torch.device) -> None:
+    """Warn of a head on another kind of device than its target: it works, but waits for a transfer at every depth."""
+    if head.type != target.type:
+        logger.warning_once(
+            f"The draft head is on {head} and the target's last layer on {target}. Drafting will be slow; move the "
+            "head with `head.place(model)`."
+        )
 
 
 def _counts(matches: Sequence[int] | int, rows: int) -> list[int]:

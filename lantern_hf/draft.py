@@ -17,6 +17,7 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import cached_file
 
+from lantern_hf._placement import last_layer_device
 from lantern_hf.draft_config import GEOMETRY_FIELDS, LanternDraftConfig, head_config_from, target_geometry
 from lantern_hf.draft_layers import DraftLayer, rotary_table
 from lantern_hf.neighbors import NeighborTable
@@ -202,7 +203,7 @@ class LanternDraftModel(PreTrainedModel):
         if dtype is None or dtype == "auto":
             dtype = target.dtype if target.dtype in _FLOAT_DTYPES else torch.bfloat16
         # nn.Module's own: transformers wraps `to` for quantised models, which a head never is, and loses its type
-        nn.Module.to(self, device=_last_layer_device(target) if device is None else device, dtype=dtype)
+        nn.Module.to(self, device=last_layer_device(target) if device is None else device, dtype=dtype)
         return self
 
     @property
@@ -312,18 +313,6 @@ class _TargetRef:
 
     def __reduce__(self) -> tuple[type["_TargetRef"], tuple[()]]:
         return _TargetRef, ()
-
-
-def _last_layer_device(target: PreTrainedModel) -> torch.device:
-    """Give the device that runs the target's last decoder layer, also under accelerate's offload."""
-    layers = getattr(target.get_decoder(), "layers", None)
-    module = layers[-1] if layers is not None else target
-    for part in module.modules():
-        # offloaded weights are on "meta" between calls; the hook knows where they run
-        device = getattr(getattr(part, "_hf_hook", None), "execution_device", None)
-        if device is not None:
-            return torch.device(device)
-    return next(module.parameters()).device
 
 
 AutoModel.register(LanternDraftConfig, LanternDraftModel, exist_ok=True)

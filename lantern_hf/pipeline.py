@@ -31,12 +31,14 @@ from lantern_hf._pipeline_checks import (
 )
 from lantern_hf._pipeline_progress import DecodingProgress
 from lantern_hf._pipeline_prompts import check_lengths, class_ids, encode_prompts, prompt_list
+from lantern_hf._placement import read_weight
 from lantern_hf.assets import embedded_model_path
 from lantern_hf.config import LanternConfig
 from lantern_hf.draft import LanternDraftModel
 from lantern_hf.hub import download_pipeline
 from lantern_hf.models.llamagen import LlamaGenForConditionalGeneration
 from lantern_hf.models.vq import decode_codes
+from lantern_hf.neighbor_cache import cached_neighbors
 from lantern_hf.neighbors import NeighborTable
 from lantern_hf.outputs import LanternGenerateOutput
 from lantern_hf.stats import DecodingStats
@@ -322,8 +324,8 @@ class LanternPipeline(DiffusionPipeline):
             return None
         assert self.draft_head is not None
         table = self.draft_head.neighbors
-        codebook = self.vq_model.quantize.embedding.weight
-        if table is not None and not codebook.is_meta:  # offloaded weights cannot be compared
+        codebook = read_weight(self.vq_model.quantize.embedding)
+        if table is not None and not codebook.is_meta:  # weights offloaded by other means cannot be compared
             table.check(codebook)
         if config.neighborhood_size >= len(codebook):
             raise ValueError(
@@ -331,8 +333,7 @@ class LanternPipeline(DiffusionPipeline):
                 f"{config.neighborhood_size}. Try 10."
             )
         if table is None or table.k < config.neighborhood_size:
-            table = NeighborTable.from_codebook(codebook.float(), config.neighborhood_size)
-            self.draft_head.neighbors = table
+            table = self.draft_head.neighbors = cached_neighbors(codebook.float(), config.neighborhood_size)
         return table
 
     def _pixels(self, codes: Tensor, output_type: str) -> Any:

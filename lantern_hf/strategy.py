@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
+from lantern_hf._placement import wake
 from lantern_hf.candidates import CandidateTree
 from lantern_hf.config import LanternConfig
 from lantern_hf.draft import LanternDraftModel
@@ -69,6 +70,7 @@ def lantern_generate(
         ValueError: Something that cannot work: beams, an encoder-decoder, a cache that keeps no path, a head, table or
             tree that does not fit. Nothing has run by then.
     """
+    wake(model)
     session = Session(
         model,
         input_ids,

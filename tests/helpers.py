@@ -12,6 +12,7 @@ from transformers import ChameleonForConditionalGeneration, LogitsProcessorList,
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from lantern_hf import CandidateTree, DraftTree, ImageTokensLogitsProcessor, LanternConfig, lantern_generate
+from lantern_hf.cache import CACHE_KEYWORD
 from lantern_hf.targets import adapter_for
 
 BEGIN_IMAGE = 3
@@ -26,12 +27,16 @@ class UnblankedChameleon(ChameleonForConditionalGeneration):
 
     blanked_ids: Tensor | None = None
 
-    def forward(self, input_ids=None, attention_mask=None, position_ids=None, cache=None, logits_to_keep=0, **kwargs):
-        outputs = self.model(input_ids, attention_mask=attention_mask, position_ids=position_ids, cache=cache, **kwargs)
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, logits_to_keep=0, **kwargs):
+        outputs = self.model(input_ids, attention_mask=attention_mask, position_ids=position_ids, **kwargs)
         logits = self.lm_head(outputs.last_hidden_state[:, -logits_to_keep:])
         if self.blanked_ids is not None:
             logits = logits.index_fill(-1, self.blanked_ids, torch.finfo(logits.dtype).min)
-        return CausalLMOutputWithPast(logits=logits, cache=outputs.cache, hidden_states=outputs.hidden_states)
+        return CausalLMOutputWithPast(
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            **{CACHE_KEYWORD: getattr(outputs, CACHE_KEYWORD)},
+        )
 
 
 @dataclass

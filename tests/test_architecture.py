@@ -19,8 +19,8 @@ MAX_FILE, MAX_FUNCTION, P90_FUNCTION = 350, 60, 30
 
 # A module may import from its own layer only what is listed before it there, and anything above. Packages count whole.
 LAYERS: list[list[str]] = [
-    ["_version", "_registration", "_host", "_tree_presets"],
-    ["tree", "neighbors", "stats", "relaxation"],
+    ["_version", "_registration", "_host", "_placement", "_nearest", "_tree_presets"],
+    ["tree", "neighbors", "neighbor_cache", "stats", "relaxation"],
     ["config", "_neighborhood", "_verdict"],
     ["greedy", "acceptance"],
     ["cache", "sequences", "sampling", "outputs", "structure", "processors"],

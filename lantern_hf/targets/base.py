@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.cache_utils import Cache
 
+from lantern_hf._placement import execution_device
 from lantern_hf.cache import CACHE_KEYWORD
 
 
@@ -55,6 +56,8 @@ class TargetAdapter:
         family: Name of the family.
         model_types: What `config.model_type` may be when a user names the family; empty is anything.
         has_codebook: Whether the family generates images, and so can be relaxed.
+        codebook_metric: Distance between codes, as `NeighborTable.from_codebook` takes it: `"cosine"` for a codebook
+            that is normalised at lookup.
         columns: Token ids that may be emitted, `(C,)` int64, codebook entries first and in order; None is the identity.
         num_codes: How many of the first columns are codebook entries; 0 means that acceptance is strict.
         structured: Whether some offsets force a token or allow only some columns.
@@ -64,6 +67,7 @@ class TargetAdapter:
     family: ClassVar[str]
     model_types: ClassVar[tuple[str, ...]] = ()
     has_codebook: ClassVar[bool] = False
+    codebook_metric: ClassVar[str] = "l2"
     columns: Tensor | None = None
     num_codes: int = 0
     structured: bool = False
@@ -90,10 +94,8 @@ class TargetAdapter:
 
     @property
     def device(self) -> torch.device:
-        """Where the embedding is; the CPU when accelerate keeps it nowhere between calls."""
-        weight: Any = self.model.get_input_embeddings().weight
-        device = weight.device
-        return torch.device("cpu") if device.type == "meta" else device
+        """Where the embedding runs, also when accelerate keeps its weight elsewhere between calls."""
+        return execution_device(self.model.get_input_embeddings())
 
     @property
     def text_config(self) -> Any:
@@ -106,7 +108,7 @@ class TargetAdapter:
         return self.text_config.vocab_size
 
     def codebook(self) -> Tensor | None:
-        """Latents of the image codes, `(K, d)`, as distances between them are meant; None when the model holds none."""
+        """Latents of the image codes, `(K, d)`, as the model stores them; None when it holds none."""
         return None
 
     def unconditional(self, input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:

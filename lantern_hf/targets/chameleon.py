@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lantern_hf._placement import read_weight
 from lantern_hf.targets.base import TargetAdapter, left_padded, to_module
 
 TEXT = -1
@@ -208,7 +209,7 @@ class ChameleonAdapter(TargetAdapter):
 
     def codebook(self) -> Tensor | None:
         """Latents of the codes, `(K, d)`, straight from the model's own VQ encoder."""
-        return self.model.model.vqmodel.quantize.embedding.weight
+        return read_weight(self.model.model.vqmodel.quantize.embedding)
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         """Logits of the columns, or of the vocabulary with image tokens at the dtype's minimum."""
