@@ -348,7 +348,7 @@ def test_other_families(make) -> None:
     data = sampled(target, 16, 12)
     settings = {"distribution_loss_weight": 1.0, "unroll_steps": 2, "guidance_dropout": 0.2, **STEPS, "lr": 1e-2}
     head = train_head(target, data, TrainingConfig(epochs=15, **settings), eval_dataset=data)
-    before, after = (evaluate_head(target, h, data, unroll_steps=2) for h in (tiny_head(target), head))
+    before, after = (evaluate_head(target, h, data, depths=2) for h in (tiny_head(target), head))
     assert after["overlap"] > before["overlap"]
     assert after["overlap_2"] > before["overlap_2"]
     assert target.training
