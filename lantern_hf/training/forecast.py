@@ -6,10 +6,10 @@ without replacement. With p_r and q_r what is left of both after r - 1 rejection
 
     a_r(y) = prod_{s < r} (1 - min(1, p_s(x_s) / q_s(x_s))) * min(p_r(y), q_r(y))
 
-is, in the mean over the draws, the chance that the r-th sibling is accepted and is y. Strict decoding emits y with chance
-p(y), so given that y was emitted, it came from sibling r with chance a_r(y) / p(y). Along the tree these multiply,
-which gives the chance that the pass from i emits just l tokens, P_i(l). Passes draw independently, so the chance R_j
-that token j is the root of a pass follows from R_0 = 1 and R_j = sum_l R_{j-l} P_{j-l}(l), and
+is, in the mean over the draws, the chance that the r-th sibling is accepted and is y. Strict decoding emits y with
+chance p(y), so given that y was emitted, it came from sibling r with chance a_r(y) / p(y). Along the tree these
+multiply, which gives the chance that the pass from i emits just l tokens, P_i(l). Passes draw independently, so the
+chance R_j that token j is the root of a pass follows from R_0 = 1 and R_j = sum_l R_{j-l} P_{j-l}(l), and
 
     tokens per pass = tokens after the first / sum_j R_j.
 
