@@ -25,7 +25,9 @@ def main(args: argparse.Namespace) -> None:
     target = LlamaGenForConditionalGeneration.from_pretrained(args.target / "transformer").eval()
     tokenizer = PreTrainedTokenizerFast.from_pretrained(args.target / "tokenizer")
     encoder = T5EncoderModel.from_pretrained(args.target / "text_encoder").eval()
-    conditioner = PipelineConditioner(LanternPipeline(target, VQModel.from_pretrained(args.vq), tokenizer, encoder))
+    conditioner = PipelineConditioner(
+        LanternPipeline(target, VQModel.from_pretrained(args.vq / "vq"), tokenizer, encoder)
+    )
 
     def dataset(keep) -> ConditionedSequences:
         coin = torch.Generator().manual_seed(0)  # decides whether a prompt names the style
