@@ -15,7 +15,8 @@ from lantern_hf.training import DistilConfig, PipelineConditioner, read_prompts,
 
 
 def main(args: argparse.Namespace) -> None:
-    pipe = LanternPipeline.from_pretrained(args.model, dtype=torch.bfloat16 if args.device == "cuda" else None)
+    dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
+    pipe = LanternPipeline.from_pretrained(args.model, dtype=dtype)
     conditioner = PipelineConditioner(pipe.to(args.device))
     config = DistilConfig(
         sequences_per_prompt=args.per_prompt,

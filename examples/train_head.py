@@ -15,7 +15,8 @@ from lantern_hf.training import ConditionedSequences, PipelineConditioner, Train
 
 
 def main(args: argparse.Namespace) -> None:
-    pipe = LanternPipeline.from_pretrained(args.model, dtype=torch.bfloat16 if args.device == "cuda" else None)
+    dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
+    pipe = LanternPipeline.from_pretrained(args.model, dtype=dtype)
     conditioner = PipelineConditioner(pipe.to(args.device))
     rows = read_rows(args.data)
     held_out = max(len(rows) // 20, 1)
@@ -27,13 +28,14 @@ def main(args: argparse.Namespace) -> None:
         ema_decay=0.999,
         mixed_precision="bf16" if args.device == "cuda" else "no",
     )
-    pipe.draft_head = train_head(
+    head = train_head(
         pipe.transformer,
         ConditionedSequences(rows[held_out:], conditioner),
         config,
         output_dir=args.out,
         eval_dataset=ConditionedSequences(rows[:held_out], conditioner),
     )
+    pipe.register_modules(draft_head=head)
     output = pipe(rows[0]["prompt"], generator=torch.Generator().manual_seed(0))
     output.images[0].save(args.out / "sample.png")
     print(f"{output.stats.tokens_per_pass:.2f} tokens a pass; head and sample.png are in {args.out}")
