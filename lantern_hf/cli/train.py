@@ -25,7 +25,7 @@ from lantern_hf.training import (
     read_rows,
     train_head,
 )
-from lantern_hf.training.runtime import seeded
+from lantern_hf.training.runtime import seed_of, seeded
 
 DEFAULT_EPOCHS = 20.0
 _EVAL_SHARE, _EVAL_MOST = 0.05, 64
@@ -127,7 +127,7 @@ def _split(data: ConditionedSequences, wanted: int | None) -> tuple[Any, Any]:
 def _subset(data: ConditionedSequences, indices: list[int]) -> Any:
     """Some of the sequences, which say who they are."""
     part: Any = Subset(data, indices)
-    part.fingerprint = f"{data.fingerprint} {indices[0] if indices else ''} {len(indices)}"
+    part.fingerprint = f"{data.fingerprint} {seed_of(indices)}"
     return part
 
 

@@ -20,6 +20,7 @@ from lantern_hf._pipeline_prompts import class_ids, encode_prompts, prompt_list
 from lantern_hf.models.vq import encode_pixels
 from lantern_hf.pipeline import LanternPipeline
 from lantern_hf.targets import adapter_for
+from lantern_hf.training.fingerprint import weights_fingerprint
 
 __all__ = ["Conditioner", "PipelineConditioner", "ProcessorConditioner"]
 
@@ -38,6 +39,10 @@ class Conditioner(Protocol):
     target: PreTrainedModel
     num_tokens: int | None
     asks: str
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of what turns prompts and images into what the target reads."""
 
     def encode_prompts(self, rows: Sequence[Row]) -> list[dict[str, Tensor]]:
         """Give the arguments of the target's `generate` for each row, without a batch dimension, on the CPU.
@@ -67,6 +72,12 @@ class PipelineConditioner:
         self._pipe, self.target = pipe, pipe.transformer
         self.num_tokens: int | None = pipe.transformer.config.num_image_tokens
         self.asks = "class_label" if pipe.transformer.config.conditioning == "class" else "prompt"
+
+    @property
+    def fingerprint(self) -> str:
+        """See `Conditioner`."""
+        parts = [self._pipe.vq_model, *([] if self._pipe.text_encoder is None else [self._pipe.text_encoder])]
+        return " ".join(weights_fingerprint(part) for part in parts)
 
     @torch.no_grad()
     def encode_prompts(self, rows: Sequence[Row]) -> list[dict[str, Tensor]]:
@@ -118,6 +129,11 @@ class ProcessorConditioner:
         separator = None if begin is None else getattr(self._tokenizer, "sep_token_id", None)
         self._tail = [token for token in (separator, begin) if token is not None]
         self.num_tokens = None if begin is None else _vq_tokens(target.config.vq_config)
+
+    @property
+    def fingerprint(self) -> str:
+        """See `Conditioner`; the target's own parts read images."""
+        return f"{len(self._tokenizer)} {self._tail}"
 
     def encode_prompts(self, rows: Sequence[Row]) -> list[dict[str, Tensor]]:
         """See `Conditioner`."""

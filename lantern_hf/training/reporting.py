@@ -66,7 +66,6 @@ class Reporter:
         if self._log is None:
             return
         line = json.dumps({"step": step} | values | untracked) + "\n"
-        with writing(f"{self._log}", "The last checkpoint is good; make room, and run again to go on from it."):
-            self._log.parent.mkdir(parents=True, exist_ok=True)
-            with open(self._log, "a", encoding="utf-8") as file:
-                file.write(line)
+        hint = "Checkpoints written before are good; make room, and run again to go on."
+        with writing(f"{self._log}", hint), open(self._log, "a", encoding="utf-8") as file:
+            file.write(line)

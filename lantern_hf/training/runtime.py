@@ -25,7 +25,7 @@ class Sums:
     def add(self, metrics: dict[str, Tensor]) -> None:
         """Add one value of each metric, 0-d."""
         self.count += 1
-        self._sums = {name: self._sums.get(name, 0.0) + value.detach() for name, value in metrics.items()}
+        self._sums |= {name: self._sums.get(name, 0.0) + value.detach() for name, value in metrics.items()}
 
     def tensors(self) -> dict[str, Tensor]:
         """The sums so far."""

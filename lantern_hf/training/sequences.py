@@ -44,11 +44,15 @@ class ConditionedSequences(Dataset):
         self._tokens: dict[int, Tensor] = {}
         if len(rows):
             _check_row(rows[0], "The first row")
+        names = {tuple(sorted(row)) for row in rows} if isinstance(rows, list) else set()
+        if len(names) > 1:
+            raise ValueError(f"All rows must hold the same, got rows of {' and of '.join(map(str, sorted(names)))}.")
 
     @property
     def fingerprint(self) -> str:
-        """A hash of every row; of images by the name and size of their file."""
-        digest = hashlib.blake2b(digest_size=16)
+        """A hash of every row, of images by the name and size of their file, and of what encodes them."""
+        conditioner = "" if self._conditioner is None else self._conditioner.fingerprint
+        digest = hashlib.blake2b(conditioner.encode(), digest_size=16)
         for row in self._rows:
             digest.update(repr([(name, _plain(value)) for name, value in sorted(row.items())]).encode())
         return digest.hexdigest()
@@ -256,7 +260,7 @@ def _image(value: Any) -> PIL.Image.Image:
 def _plain(value: Any) -> Any:
     """What a value is hashed by."""
     if isinstance(value, Tensor):
-        return value.tolist()
+        return hashlib.blake2b(value.long().numpy().tobytes(), digest_size=16).hexdigest()
     if isinstance(value, PIL.Image.Image):
         return hashlib.blake2b(value.tobytes(), digest_size=16).hexdigest()
     is_file = isinstance(value, str) and len(value) < 4096 and os.path.isfile(value)

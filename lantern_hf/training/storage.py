@@ -15,7 +15,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-__all__ = ["ShardStore", "digest_file", "replace_folder", "sync", "write_whole", "writing"]
+__all__ = ["ShardStore", "digest_file", "remove_leftovers", "replace_folder", "sync", "write_whole", "writing"]
 
 _MANIFEST, _SUM = "manifest.json", ".sha256"
 
@@ -88,6 +88,15 @@ def replace_folder(final: Path, write: Callable[[Path], Any]) -> None:
     sync(final.parent)
 
 
+def remove_leftovers(folder: Path) -> None:
+    """Remove what a kill left half written in a folder: everything that still has a temporary name."""
+    for left in folder.glob(".*.tmp"):
+        if left.is_dir():
+            shutil.rmtree(left, ignore_errors=True)
+        else:
+            left.unlink(missing_ok=True)
+
+
 def digest_file(path: Path) -> str:
     """SHA-256 of a file, in hexadecimal."""
     digest = hashlib.sha256()  # `hashlib.file_digest` is new in Python 3.11
@@ -147,8 +156,7 @@ class ShardStore:
     def begin(self) -> None:
         """Make the folder and write the manifest, and remove what a kill left half written. For one process alone."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        for left in self.folder.glob(".*.tmp"):
-            left.unlink(missing_ok=True)
+        remove_leftovers(self.folder)
         text = json.dumps(self.manifest, indent=2, sort_keys=True) + "\n"
         write_whole(self.folder / _MANIFEST, lambda path: path.write_text(text, encoding="utf-8"))
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from itertools import islice
@@ -36,6 +35,7 @@ from lantern_hf.training.optimization import WeightAverage, make_optimizer
 from lantern_hf.training.reporting import Reporter
 from lantern_hf.training.runtime import Sums, autocast, input_device, seeded
 from lantern_hf.training.source import FeatureSource
+from lantern_hf.training.storage import remove_leftovers, writing
 from lantern_hf.tree import get_tree
 
 __all__ = ["train_head"]
@@ -173,9 +173,11 @@ class _Trainer:
         """Go on from the newest checkpoint, if there is one."""
         if self.folder is None:
             return
-        if self.accelerator.is_main_process:  # what a kill left half written
-            for left in (self.folder / CHECKPOINTS).glob(".step-*.tmp"):
-                shutil.rmtree(left, ignore_errors=True)
+        if self.accelerator.is_main_process:
+            with writing(f"{self.folder}", "Make room, or choose another `output_dir`."):
+                self.folder.mkdir(parents=True, exist_ok=True)
+            for folder in (self.folder, self.folder / CHECKPOINTS):
+                remove_leftovers(folder)
         found = newest_checkpoint(self.folder / CHECKPOINTS)
         if found is None:
             return
