@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker
 from conftest import tiny_chameleon, tiny_head, tiny_llama, tiny_llamagen
 from tiny import STEPS, random_data, read_log, same_weights, sampled, trained_llamagen
-from transformers import PreTrainedModel
+from transformers import LlamaForCausalLM, PreTrainedModel
 
 from lantern_hf import LanternDraftModel
 from lantern_hf.training import TokenSequences, TrainingConfig, collate, evaluate_head, train_head
@@ -118,6 +118,21 @@ def test_half_precision_target_and_activation_checkpointing(tmp_path: Path) -> N
     assert head.dtype == torch.bfloat16
     assert LanternDraftModel.from_pretrained(tmp_path).dtype == torch.float32
     assert not head.is_activation_checkpointing
+
+
+def test_a_target_that_accelerate_keeps_on_the_disk(tmp_path: Path) -> None:
+    target, settings = tiny_llama(), {"steps": 2, "batch_size": 8, "lr": 3e-3}
+    target.save_pretrained(tmp_path / "target")
+    places: dict = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
+    places |= {"model.layers.0": "disk", "model.layers.1": "cpu"}
+    offloaded = LlamaForCausalLM.from_pretrained(
+        tmp_path / "target", device_map=places, offload_folder=tmp_path / "offload", dtype=torch.float32
+    )
+    assert offloaded.model.layers[0].mlp.up_proj.weight.device.type == "meta"
+    data = random_data(target)
+    heads = [train_head(model, data, TrainingConfig(**settings)).state_dict() for model in (target, offloaded)]
+    for name, value in heads[0].items():
+        torch.testing.assert_close(heads[1][name], value)
 
 
 def test_bf16_autocast_leaves_float32_weights_and_nearly_the_same_losses(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from lantern_hf.targets import adapter_for
-from lantern_hf.training.data import TokenBatch, collate, fetch
+from lantern_hf.training.data import collate, fetch
 from lantern_hf.training.features import drop_prompts, target_features
 from lantern_hf.training.fingerprint import data_fingerprint, target_fingerprint
 from lantern_hf.training.rows import RowFeatures, split_rows
@@ -33,6 +33,48 @@ logger = logging.get_logger(__name__)
 
 FORMAT_VERSION = 1
 _PARTS = RowFeatures._fields
+
+
+class _Reading(NamedTuple):
+    """What is read to fill a cache; fields as the arguments of `FeatureCache.fill`."""
+
+    target: PreTrainedModel
+    dataset: Any
+    both_prompts: bool
+    batch_size: int
+    mixed_precision: str
+
+    def manifest(self) -> dict[str, Any]:
+        """What tells its cache from any other."""
+        settings = {"version": FORMAT_VERSION, "both_prompts": self.both_prompts}
+        settings |= {"target": target_fingerprint(self.target), "data": data_fingerprint(self.dataset)}
+        return settings | {"mixed_precision": self.mixed_precision}
+
+    def bytes_of_first(self) -> int:
+        """Bytes that the rows of the first item may take."""
+        batch, dtype = collate(fetch(self.dataset, [0])), self.target.dtype
+        length = batch.prompt["input_ids"].shape[1] + batch.tokens.shape[1]
+        width = self.target.config.get_text_config().hidden_size
+        size = torch.empty((), dtype=dtype if dtype.is_floating_point else torch.bfloat16).element_size()
+        return (1 + self.both_prompts) * length * (width * size + 8)
+
+    def tensors(self, items: range) -> dict[str, Tensor]:
+        """Tensors of one shard."""
+        tensors: dict[str, Tensor] = {}
+        for first in range(items.start, items.stop, self.batch_size):
+            indices = range(first, min(first + self.batch_size, items.stop))
+            batch = collate(fetch(self.dataset, indices)).to(input_device(self.target))
+            adapter = adapter_for(self.target, batch.prompt["input_ids"])
+            kinds = {0: batch}
+            if self.both_prompts:
+                kinds[1] = drop_prompts(adapter, batch, torch.ones(len(indices), dtype=torch.bool))
+            for kind, read in kinds.items():
+                with autocast(batch.tokens.device, self.mixed_precision):
+                    rows = split_rows(target_features(adapter, read), read)
+                for index, row in zip(indices, rows, strict=True):
+                    named = zip(_PARTS, row, strict=True)
+                    tensors |= {f"{index}.{kind}.{part}": value.cpu().clone() for part, value in named}
+        return tensors
 
 
 class FeatureCache:
@@ -60,6 +102,7 @@ class FeatureCache:
         self.folder, self._max_bytes, self._shard_bytes = Path(folder), max_bytes, shard_bytes
         self._per_shard, self._store = 1, ShardStore(folder, ".safetensors", {})
         self._open: dict[int, Any] = {}
+        self._hint = ""
 
     def fill(
         self,
@@ -84,28 +127,18 @@ class FeatureCache:
         Raises:
             OSError: A shard cannot be written.
         """
-        settings = {"version": FORMAT_VERSION, "mixed_precision": mixed_precision, "both_prompts": both_prompts}
-        settings |= {"target": target_fingerprint(target), "data": data_fingerprint(dataset)}
-        self._per_shard = max(self._shard_bytes // _row_bound(target, collate(fetch(dataset, [0])), both_prompts), 1)
-        self._store = ShardStore(self.folder, ".safetensors", settings | {"items_per_shard": self._per_shard})
-        hint = f"Free space, lower `max_bytes` (now {self._max_bytes}), or train without a cache; then run again."
-        with writing(f"The feature cache in {self.folder}", hint):
-            if accelerator.is_main_process:
+        reading = _Reading(target, dataset, both_prompts, batch_size, mixed_precision)
+        self._per_shard = max(self._shard_bytes // reading.bytes_of_first(), 1)
+        manifest = reading.manifest() | {"items_per_shard": self._per_shard}
+        self._store, self._open = ShardStore(self.folder, ".safetensors", manifest), {}
+        self._hint = f"Free space, lower `max_bytes` (now {self._max_bytes}), or train without a cache; then run again."
+        if accelerator.is_main_process:
+            with writing(f"The feature cache in {self.folder}", self._hint):
                 self._begin()
-            accelerator.wait_for_everyone()
+        accelerator.wait_for_everyone()
         mine = range(accelerator.process_index, -(-len(dataset) // self._per_shard), accelerator.num_processes)
-        missing = self._make_room(mine, self._max_bytes // accelerator.num_processes)
-        bar = logging.tqdm(missing, desc="Caching features", disable=not accelerator.is_main_process or None)
-        used = sum(self._store.path(index).stat().st_size for index in mine if self._store.is_whole(index))
-        for index in bar:
-            items = range(index * self._per_shard, min((index + 1) * self._per_shard, len(dataset)))
-            tensors = self._compute(target, dataset, items, both_prompts, batch_size, mixed_precision)
-            used += _file_bound(tensors)
-            if used > self._max_bytes // accelerator.num_processes:
-                logger.info(f"The feature cache is full; items from {items.start} on are computed as they are needed.")
-                break
-            with writing(f"{self._store.path(index)}", hint):
-                self._store.write(index, lambda path, tensors=tensors: save_file(tensors, path))
+        budget = self._max_bytes // accelerator.num_processes
+        self._write_missing(reading, self._make_room(mine, budget), mine, budget, accelerator.is_main_process)
         accelerator.wait_for_everyone()
 
     def _begin(self) -> None:
@@ -135,31 +168,18 @@ class FeatureCache:
                 missing.append(index)
         return missing
 
-    def _compute(
-        self,
-        target: PreTrainedModel,
-        dataset: Any,
-        items: range,
-        both_prompts: bool,
-        batch_size: int,
-        mixed_precision: str,
-    ) -> dict[str, Tensor]:
-        """Tensors of one shard."""
-        tensors: dict[str, Tensor] = {}
-        for first in range(items.start, items.stop, batch_size):
-            indices = range(first, min(first + batch_size, items.stop))
-            batch = collate(fetch(dataset, indices)).to(input_device(target))
-            adapter = adapter_for(target, batch.prompt["input_ids"])
-            readings = {0: batch}
-            if both_prompts:
-                readings[1] = drop_prompts(adapter, batch, torch.ones(len(indices), dtype=torch.bool))
-            for kind, reading in readings.items():
-                with autocast(batch.tokens.device, mixed_precision):
-                    rows = split_rows(target_features(adapter, reading), reading)
-                for index, row in zip(indices, rows, strict=True):
-                    named = zip(_PARTS, row, strict=True)
-                    tensors |= {f"{index}.{kind}.{part}": value.cpu().clone() for part, value in named}
-        return tensors
+    def _write_missing(self, reading: _Reading, missing: list[int], mine: range, budget: int, main: bool) -> None:
+        """Compute and write shards until all are there, or the budget is used up."""
+        used = sum(self._store.path(index).stat().st_size for index in mine if self._store.is_whole(index))
+        for index in logging.tqdm(missing, desc="Caching features", disable=not main or None):
+            first = index * self._per_shard
+            tensors = reading.tensors(range(first, min(first + self._per_shard, len(reading.dataset))))
+            used += _file_bound(tensors)
+            if used > budget:
+                logger.info(f"The feature cache is full; items from {first} on are computed as they are needed.")
+                return
+            with writing(f"{self._store.path(index)}", self._hint):
+                self._store.write(index, lambda path, tensors=tensors: save_file(tensors, path))
 
     def get(self, index: int, unconditional: bool) -> RowFeatures | None:
         """Give what is kept of an item, or None.
@@ -175,14 +195,6 @@ class FeatureCache:
             self._open[shard] = safe_open(self._store.path(shard), framework="pt").__enter__()
         file = self._open[shard]
         return RowFeatures(*(file.get_tensor(f"{index}.{int(unconditional)}.{part}") for part in _PARTS))
-
-
-def _row_bound(target: PreTrainedModel, batch: TokenBatch, both_prompts: bool) -> int:
-    """Bytes that the rows of one item may take."""
-    length = batch.prompt["input_ids"].shape[1] + batch.tokens.shape[1]
-    width = target.config.get_text_config().hidden_size
-    size = torch.empty((), dtype=target.dtype if target.dtype.is_floating_point else torch.bfloat16).element_size()
-    return (1 + both_prompts) * length * (width * size + 8)
 
 
 def _file_bound(tensors: dict[str, Tensor]) -> int:
