@@ -1,4 +1,4 @@
-"""`lantern-hf distil` and `lantern-hf train`: in process, and on two processes under `accelerate launch`."""
+"""`lantern-hf distil` and `lantern-hf train`: in process, and on two processes."""
 
 from __future__ import annotations
 
@@ -167,8 +167,8 @@ def test_two_processes_give_the_head_of_one(model: str, work: Path) -> None:
     ]
     one = call(*options, "--batch-size", 4, "--output-dir", "one")
     assert one.exit_code == 0, one.stderr
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--cpu"]
-    launch += ["--main_process_port", "0", "-m", "lantern_hf.cli", *map(str, options), "--batch-size", "2"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launch += ["-m", "lantern_hf.cli", *map(str, options), "--batch-size", "2"]
     two = subprocess.run(
         [*launch, "--output-dir", "two"],
         capture_output=True,

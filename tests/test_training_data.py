@@ -13,7 +13,7 @@ import torch
 from conftest import NUM_CODES, prompt, tiny_chameleon, tiny_llama, tiny_llamagen
 from pipelines import tiny_class_pipeline, tiny_pipeline, tiny_tokenizer
 from tiny import STEPS
-from transformers import ChameleonImageProcessor, ChameleonProcessor, PreTrainedTokenizerFast
+from transformers import ChameleonImageProcessorPil, ChameleonProcessor, PreTrainedTokenizerFast
 
 import lantern_hf
 from lantern_hf import LanternPipeline
@@ -48,7 +48,7 @@ def chameleon_processor() -> ChameleonProcessor:
     tokenizer.add_special_tokens({"bos_token": "<s>", "sep_token": "<sep>"})
     tokenizer.image_token, tokenizer.boi_token, tokenizer.eoi_token = "<image>", "<racm3:break>", "<eoss>"
     size = {"height": 16, "width": 16}
-    images = ChameleonImageProcessor(size={"shortest_edge": 16}, crop_size=size)
+    images = ChameleonImageProcessorPil(size={"shortest_edge": 16}, crop_size=size)
     return ChameleonProcessor(images, tokenizer, image_seq_length=64)
 
 

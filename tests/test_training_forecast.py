@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from conftest import tiny_chameleon, tiny_head, tiny_llamagen
@@ -135,7 +137,7 @@ def test_shares_of_ranks_equal_an_enumeration() -> None:
 
 @pytest.mark.parametrize("guidance", [None, 2.0])
 def test_decoding_takes_the_passes_that_training_predicts(trained, guidance: float | None) -> None:
-    """The off-by-one test: a label or feature shifted by one entry would predict far too few tokens a pass."""
+    """The off-by-one test: a head that reads the tokens one entry off would need far more passes."""
     target, head = trained
     rows, tokens = 32, 60
     inputs = inputs_for(target, rows, seed=9)
@@ -168,12 +170,12 @@ def test_decoding_takes_the_passes_that_training_predicts(trained, guidance: flo
 
 
 def forecast(target: PreTrainedModel, head: LanternDraftModel, batch, guidance: float | None, shift: int) -> dict:
-    """The forecast; with a shift the head reads hidden states of other entries, the classic mistake."""
+    """The forecast; with a shift every entry reads the token of another, the classic mistake."""
     adapter = adapter_for(target, batch.prompt["input_ids"])
     read = batch if guidance is None else both_streams(adapter, batch)
     features = target_features(adapter, read)
     if shift:
-        features = type(features)(**{**vars(features), "hidden": features.next_hidden})
+        features = replace(features, embeds=features.embeds.roll(shift, dims=1))
     generator = torch.Generator().manual_seed(1)
     tree = TREES["eagle_25"]
     return forecast_passes(head, features, adapter, batch, tree, guidance_scale=guidance, generator=generator)

@@ -92,7 +92,7 @@ def self_distil(
 ) -> list[Path]:
     """Generate training sequences, or go on where an earlier run of the same settings stopped.
 
-    Under `accelerate launch` the processes share the shards: process r makes every n-th one from r on.
+    Under `accelerate launch` or `torchrun` the processes share the shards: process r makes every n-th one from r on.
 
     Args:
         conditioner: Speaks for the target.
