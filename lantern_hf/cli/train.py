@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from accelerate import Accelerator
 from rich.console import Console
 from torch.utils.data import Subset
+from transformers.utils import logging
 
 from lantern_hf.cli.setup import quiet, resolve_device, resolve_dtype
 from lantern_hf.cli.train_target import LoadedTarget, check_folder, load_target
@@ -26,6 +28,8 @@ from lantern_hf.training import (
     train_head,
 )
 from lantern_hf.training.runtime import seed_of, seeded
+
+logger = logging.get_logger(__name__)
 
 DEFAULT_EPOCHS = 20.0
 _EVAL_SHARE, _EVAL_MOST = 0.05, 64
@@ -81,7 +85,13 @@ def make_accelerator(device: str, tracker: str | None, folder: Path) -> Accelera
             "--tracker tensorboard needs tensorboard. Install it with: pip install 'lantern_hf[tensorboard]'."
         )
     # Precision is a setting of the training, and accelerate's would wrap the head's forward.
-    return Accelerator(cpu=device == "cpu", mixed_precision="no", log_with=tracker, project_dir=folder)
+    accelerator = Accelerator(cpu=device == "cpu", mixed_precision="no", log_with=tracker, project_dir=folder)
+    if accelerator.num_processes == 1 and "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ:
+        logger.warning(
+            "Only one process was started: on CPUs `accelerate launch` starts several through mpirun alone. Use "
+            "`torchrun --nproc-per-node N -m lantern_hf.cli train`."
+        )
+    return accelerator
 
 
 def training_config(options: Mapping[str, Any], device: torch.device) -> TrainingConfig:

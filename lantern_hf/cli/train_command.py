@@ -206,7 +206,7 @@ def train(
         typer.Option("--activation-checkpointing", help="Trade time for memory.", rich_help_panel=_MACHINE),
     ] = False,
 ) -> None:
-    """Train a draft head for a target, or go on with it. Runs on several processes under `accelerate launch` or `torchrun`."""
+    """Train a draft head for a target, or go on with it; `accelerate launch` and `torchrun` start several processes."""
     options = {name: value.value if isinstance(value, Enum) else value for name, value in locals().items()}
     from lantern_hf.cli.train import run
 
