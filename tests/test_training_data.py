@@ -193,7 +193,7 @@ def test_prompts_from_files(tmp_path: Path) -> None:
 
 
 def distil(pipe: LanternPipeline, folder: Path, head: bool = False, **settings) -> list[Path]:
-    """Seven sequences of 10 tokens in shards of 3."""
+    """Nine sequences of 10 tokens in shards of 3."""
     settings = {"sequences_per_prompt": 3, "guidance_scale": 2.0, "max_new_tokens": 10, "shard_size": 3} | settings
     assistant = pipe.draft_head if head else None
     return self_distil(PipelineConditioner(pipe), PROMPTS, folder, DistilConfig(**settings), assistant=assistant)

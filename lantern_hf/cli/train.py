@@ -166,9 +166,8 @@ def _show(folder: Path, head: LanternDraftModel) -> None:
             for name in ("eval_overlap", *(f"eval_overlap_{d}" for d in range(2, 6)))
             if name in last
         ]
-        console.print(
-            f"Evaluation: {last['eval_tokens_per_pass']:.2f} tokens a pass (strict), sum min(p, q) by depth "
-            f"{' '.join(depths)}."
-        )
+        figure = f"{last['eval_tokens_per_pass']:.2f} tokens a pass (strict)"
+        text = f"Evaluation: {figure}, sum min(p, q) by depth {' '.join(depths)}."
+        console.print(text, markup=False, soft_wrap=True)
     millions = sum(parameter.numel() for parameter in head.parameters()) / 1e6
     console.print(f"Saved the head ({millions:.2f}M weights) to {folder}", markup=False, soft_wrap=True)
