@@ -42,7 +42,10 @@ class Precision(str, Enum):
 
 
 # typer reads these at run time, also on Python 3.10.
-_Int, _Float, _Str, _Path = Optional[int], Optional[float], Optional[str], Optional[Path]  # noqa: UP045
+_Int = Optional[int]  # noqa: UP045
+_Float = Optional[float]  # noqa: UP045
+_Str = Optional[str]  # noqa: UP045
+_Path = Optional[Path]  # noqa: UP045
 
 
 def train(

@@ -81,9 +81,11 @@ def _is_pipeline(model: str) -> bool:
 def _processor(model: str) -> Any:
     """The model's processor or tokenizer; None when it has none."""
     try:
-        return AutoProcessor.from_pretrained(model)
+        processor = AutoProcessor.from_pretrained(model)
     except (OSError, ValueError, KeyError, TypeError):
         return None
+    reads_text = hasattr(getattr(processor, "tokenizer", processor), "convert_tokens_to_ids")
+    return processor if reads_text else None
 
 
 def check_folder(folder: Path, option: str) -> None:

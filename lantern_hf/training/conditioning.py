@@ -69,7 +69,8 @@ class PipelineConditioner:
     """
 
     def __init__(self, pipe: LanternPipeline):
-        self._pipe, self.target = pipe, pipe.transformer
+        self._pipe = pipe
+        self.target: PreTrainedModel = pipe.transformer
         self.num_tokens: int | None = pipe.transformer.config.num_image_tokens
         self.asks = "class_label" if pipe.transformer.config.conditioning == "class" else "prompt"
 
@@ -82,7 +83,7 @@ class PipelineConditioner:
     @torch.no_grad()
     def encode_prompts(self, rows: Sequence[Row]) -> list[dict[str, Tensor]]:
         """See `Conditioner`."""
-        config, pipe = self.target.config, self._pipe
+        pipe, config = self._pipe, self._pipe.transformer.config
         if self.asks == "class_label":
             ids = class_ids([_field(row, "class_label") for row in rows], config.num_classes, config.codebook_size)
             return [{"input_ids": row} for row in ids]
@@ -94,7 +95,7 @@ class PipelineConditioner:
         for prompt, filled in zip(prompts, masks.any(1).tolist(), strict=True):
             if not filled:
                 raise ValueError(f"`prompt` {prompt!r} is empty: it has 0 tokens. Describe the image, or drop the row.")
-        ids = self.target.caption_ids(1)[0].cpu()
+        ids = pipe.transformer.caption_ids(1)[0].cpu()
         columns = zip(features.cpu(), masks.cpu(), strict=True)
         return [{"input_ids": ids, "attention_mask": mask, "caption_embeds": feature} for feature, mask in columns]
 

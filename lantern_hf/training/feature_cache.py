@@ -8,6 +8,7 @@ for is computed as it is needed.
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -179,7 +180,7 @@ class FeatureCache:
                 logger.info(f"The feature cache is full; items from {first} on are computed as they are needed.")
                 return
             with writing(f"{self._store.path(index)}", self._hint):
-                self._store.write(index, lambda path, tensors=tensors: save_file(tensors, path))
+                self._store.write(index, partial(save_file, tensors))
 
     def get(self, index: int, unconditional: bool) -> RowFeatures | None:
         """Give what is kept of an item, or None.

@@ -30,7 +30,8 @@ class Reporter:
     def __init__(self, folder: Path | None, accelerator: Accelerator, settings: dict[str, Any]):
         self._main, self._accelerator = accelerator.is_main_process, accelerator
         self._log = None if folder is None or not self._main else folder / LOG
-        self._started, self._bar = time.perf_counter(), None
+        self._started = time.perf_counter()
+        self._bar: Any = None
         if accelerator.log_with and not accelerator.trackers:
             plain = {
                 name: value if isinstance(value, int | float | str) else str(value) for name, value in settings.items()

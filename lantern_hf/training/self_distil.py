@@ -13,6 +13,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -170,7 +171,7 @@ class _Run:
                 text = "".join(json.dumps(row) + "\n" for row in self._rows(index, bar))
                 hint = "The shards before it are good; make room, and run again to go on."
                 with writing(f"{self.store.path(index)}", hint):
-                    self.store.write(index, lambda path, text=text: path.write_text(text, encoding="utf-8"))
+                    self.store.write(index, partial(Path.write_text, data=text, encoding="utf-8"))
 
     def _sequences(self, shard: int) -> range:
         """Numbers of the sequences of a shard."""
