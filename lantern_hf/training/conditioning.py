@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lantern_hf._pipeline_prompts import class_ids, encode_prompts, prompt_list
+from lantern_hf._pipeline_prompts import class_ids, encode_prompts
 from lantern_hf.models.vq import encode_pixels
 from lantern_hf.pipeline import LanternPipeline
 from lantern_hf.targets import adapter_for
@@ -89,7 +89,7 @@ class PipelineConditioner:
             return [{"input_ids": row} for row in ids]
         if pipe.tokenizer is None or pipe.text_encoder is None:
             raise ValueError("This pipeline has no `tokenizer` or no `text_encoder`, so it cannot read a prompt.")
-        prompts = prompt_list([_field(row, "prompt") for row in rows])
+        prompts = [_prompt(row) for row in rows]
         device = pipe.text_encoder.device
         features, masks = encode_prompts(pipe.tokenizer, pipe.text_encoder, prompts, config.prefix_length, device)
         for prompt, filled in zip(prompts, masks.any(1).tolist(), strict=True):
@@ -140,7 +140,7 @@ class ProcessorConditioner:
         """See `Conditioner`."""
         bos, encoded = self._tokenizer.bos_token_id, []
         for row in rows:
-            ids = list(self._tokenizer(_field(row, "prompt"))["input_ids"])
+            ids = list(self._tokenizer(_prompt(row))["input_ids"])
             if self._tail and bos is not None and ids[:1] != [bos]:
                 ids = [bos, *ids]
             if not ids:
@@ -172,6 +172,14 @@ def _field(row: Row, name: str) -> Any:
     if row.get(name) is None:
         raise ValueError(f"This target is asked by `{name}`, which a row lacks; it has {sorted(row)}.")
     return row[name]
+
+
+def _prompt(row: Row) -> str:
+    """The text a row asks for."""
+    prompt = _field(row, "prompt")
+    if not isinstance(prompt, str):
+        raise ValueError(f"`prompt` must be text, got {prompt!r}.")
+    return prompt
 
 
 def flatten_image(image: PIL.Image.Image) -> PIL.Image.Image:

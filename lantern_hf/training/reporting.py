@@ -32,6 +32,7 @@ class Reporter:
         self._log = None if folder is None or not self._main else folder / LOG
         self._started = time.perf_counter()
         self._bar: Any = None
+        self._evaluated: dict[str, str] = {}
         if accelerator.log_with and not accelerator.trackers:
             plain = {
                 name: value if isinstance(value, int | float | str) else str(value) for name, value in settings.items()
@@ -54,10 +55,12 @@ class Reporter:
         seconds = round(time.perf_counter() - self._started, 3)
         self._write(step, means | {"lr": lr}, {"seconds": seconds})
         if self._bar is not None:
-            self._bar.set_postfix(loss=f"{means['loss']:.4f}", overlap=f"{means['overlap']:.3f}")
+            shown = {"loss": f"{means['loss']:.4f}", "overlap": f"{means['overlap']:.3f}"}
+            self._bar.set_postfix(shown | self._evaluated)
 
     def evaluation(self, step: int, means: dict[str, float]) -> None:
         """Report an evaluation."""
+        self._evaluated = {"tokens/pass": f"{means['tokens_per_pass']:.2f}"}
         self._write(step, {f"eval_{name}": value for name, value in means.items()}, {})
 
     def _write(self, step: int, values: dict[str, float], untracked: dict[str, float]) -> None:
