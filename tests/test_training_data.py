@@ -237,6 +237,7 @@ def test_self_distillation_goes_on_and_redoes_only_what_is_damaged(tmp_path: Pat
     assert distil(pipe, tmp_path, head=True) == shards
     assert [shard.read_bytes() for shard in shards] == contents
     assert [shard.stat().st_mtime_ns == time for shard, time in zip(shards, times, strict=True)] == [True, False, True]
+    assert distil(pipe, tmp_path, head=True, batch_size=2) == shards
     with pytest.raises(ValueError, match="sequences of other settings: `settings`"):
         distil(pipe, tmp_path, head=True, seed=1)
     with pytest.raises(ValueError, match="Set `max_new_tokens`"):

@@ -51,7 +51,7 @@ class DistilConfig:
         temperature: Softmax temperature, above 0.
         max_new_tokens: Tokens of a sequence; None is one image.
         seed: Decides every draw.
-        batch_size: Sequences generated together.
+        batch_size: Sequences generated together; may differ when a run goes on.
         shard_size: Sequences of a shard, which is what a kill can lose.
         tree: Draft tree, when a head is given.
 
@@ -138,7 +138,8 @@ class _Run:
             raise ValueError("`prompts` is empty. Give at least one.")
         self.length, self.state = length, PartialState()
         self.count = len(prompts) * config.sequences_per_prompt
-        manifest = {"version": FORMAT_VERSION, "settings": config.to_dict(), "sequences": self.count}
+        settings = {name: value for name, value in config.to_dict().items() if name != "batch_size"}
+        manifest = {"version": FORMAT_VERSION, "settings": settings, "sequences": self.count}
         manifest |= {"target": target_fingerprint(conditioner.target), "prompts": _prompts_hash(prompts)}
         manifest |= {"max_new_tokens": length, "drafted": assistant is not None}
         self.store = ShardStore(output_dir, ".jsonl", manifest)
