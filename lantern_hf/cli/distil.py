@@ -40,6 +40,7 @@ def run(options: Mapping[str, Any]) -> None:
         count = len(prompts) * config.sequences_per_prompt
         text = f"{count} sequences in {len(shards)} shards in {options['output_dir']}"
         Console(highlight=False).print(text, markup=False, soft_wrap=True)
+    state.destroy_process_group()
 
 
 def distil_config(options: Mapping[str, Any], loaded: LoadedTarget) -> DistilConfig:

@@ -70,6 +70,7 @@ def run(options: Mapping[str, Any]) -> None:
     )
     if accelerator.is_main_process:
         _show(options["output_dir"], trained)
+    accelerator.end_training()
 
 
 def make_accelerator(device: str, tracker: str | None, folder: Path) -> Accelerator:

@@ -33,7 +33,8 @@ class Reporter:
         self._started = time.perf_counter()
         self._bar: Any = None
         self._evaluated: dict[str, str] = {}
-        if accelerator.log_with and not accelerator.trackers:
+        self._own_trackers = bool(accelerator.log_with) and not accelerator.trackers
+        if self._own_trackers:
             plain = {
                 name: value if isinstance(value, int | float | str) else str(value) for name, value in settings.items()
             }
@@ -62,6 +63,13 @@ class Reporter:
         """Report an evaluation."""
         self._evaluated = {"tokens/pass": f"{means['tokens_per_pass']:.2f}"}
         self._write(step, {f"eval_{name}": value for name, value in means.items()}, {})
+
+    def end(self) -> None:
+        """Close the trackers that were opened here."""
+        if self._own_trackers:
+            for tracker in self._accelerator.trackers:
+                tracker.finish()
+            self._accelerator.trackers = []
 
     def _write(self, step: int, values: dict[str, float], untracked: dict[str, float]) -> None:
         """Append a line to the log, and tell the trackers."""

@@ -231,6 +231,7 @@ class _Trainer:
                 if save:
                     self._evaluate(reporter)
                     self._save()
+        reporter.end()
 
     def _batches(self) -> Iterator[tuple[TokenBatch, list[int], range]]:
         """Batches of this process from the current step on, with the indices of their items and their places."""
@@ -320,6 +321,4 @@ class _Trainer:
         if self.folder is not None and self.accelerator.is_main_process:
             export_head(self.folder, self.head)
         self.accelerator.wait_for_everyone()
-        if self.accelerator.trackers:
-            self.accelerator.end_training()
         return self.head
