@@ -182,6 +182,7 @@ class ListTracker(GeneralTracker):
         super().__init__()
         self.settings: dict = {}
         self.told: list[tuple[int, dict]] = []
+        self.finished = 0
 
     @property
     def tracker(self) -> list:
@@ -193,12 +194,16 @@ class ListTracker(GeneralTracker):
     def log(self, values: dict, step: int | None = None, **kwargs) -> None:
         self.told.append((step or 0, values))
 
+    def finish(self) -> None:
+        self.finished += 1
+
 
 def test_trackers_are_told_every_number() -> None:
     target, tracker = tiny_llamagen(), ListTracker()
     data, config = random_data(target), TrainingConfig(steps=2, save_every=2, **STEPS)
     train_head(target, data, config, eval_dataset=data, accelerator=Accelerator(log_with=tracker))
     assert [step for step, _ in tracker.told] == [1, 2, 2]
+    assert tracker.finished == 1
     assert tracker.settings["lr"] == 3e-3
     assert {"loss", "feature_loss", "distribution_loss", "overlap", "agreement", "agreement_top5", "lr"} <= set(
         tracker.told[0][1]

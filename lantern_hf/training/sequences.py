@@ -53,7 +53,8 @@ class ConditionedSequences(Dataset):
         """A hash of every row, of images by the name and size of their file, and of what encodes them."""
         conditioner = "" if self._conditioner is None else self._conditioner.fingerprint
         digest = hashlib.blake2b(conditioner.encode(), digest_size=16)
-        for row in self._rows:
+        own = getattr(self._rows, "_fingerprint", None)  # a `datasets.Dataset` knows itself without being read
+        for row in [{"dataset": own}] if own is not None else self._rows:
             digest.update(repr([(name, _plain(value)) for name, value in sorted(row.items())]).encode())
         return digest.hexdigest()
 
