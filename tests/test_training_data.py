@@ -33,6 +33,7 @@ from lantern_hf.training import (
     train_head,
 )
 from lantern_hf.training.conditioning import fit_image
+from lantern_hf.training.runtime import seed_of
 
 PROMPTS = [{"prompt": "red fox"}, {"prompt": "a blue bird"}, {"prompt": "fox"}]
 
@@ -213,8 +214,6 @@ def test_self_distillation_is_generation_and_does_not_depend_on_batches(tmp_path
     inputs = prompt(pipe.transformer)  # that the tokens are what generate draws from the row's own seed
     items = PipelineConditioner(pipe).encode_prompts([PROMPTS[1]])[0]
     assert items.keys() == inputs.keys()
-    from lantern_hf.training.runtime import seed_of
-
     out = pipe.transformer.generate(
         **{name: value[None] for name, value in items.items()},
         custom_generate=lantern_hf.lantern_generate,
