@@ -49,6 +49,9 @@ def main(args: argparse.Namespace) -> None:
         max_grad_norm=1.0,
         feature_noise=args.noise,
         guidance_dropout=0.1,
+        guidance_scale=args.guidance,
+        ema_decay=args.ema,
+        tree="wide_57",
         unroll_steps=args.unroll,
         mixed_precision="bf16",
         seed=args.seed,
@@ -75,5 +78,7 @@ if __name__ == "__main__":
     parser.add_argument("--distribution-weight", type=float, default=1.0)
     parser.add_argument("--noise", type=float, default=0.1)
     parser.add_argument("--unroll", type=int, default=1)
+    parser.add_argument("--guidance", type=float, help="train on distributions guided at this scale")
+    parser.add_argument("--ema", type=float, help="decay of the average of the weights that is kept as the head")
     parser.add_argument("--seed", type=int, default=0)
     main(parser.parse_args())
