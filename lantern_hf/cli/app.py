@@ -11,6 +11,7 @@ import typer
 from lantern_hf._version import __version__
 from lantern_hf.cli.errors import OneLineErrors, UserError
 from lantern_hf.cli.options import GenerateOptions
+from lantern_hf.cli.train_command import distil, train
 
 app = typer.Typer(
     cls=OneLineErrors,
@@ -154,6 +155,10 @@ def generate(
         run(options)
     except (ValueError, OSError, ImportError, MemoryError) as error:
         raise UserError(error) from error
+
+
+app.command()(train)
+app.command()(distil)
 
 
 def main() -> None:
