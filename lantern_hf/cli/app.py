@@ -9,6 +9,7 @@ from typing import Annotated, Optional
 import typer
 
 from lantern_hf._version import __version__
+from lantern_hf.cli.convert_command import convert
 from lantern_hf.cli.errors import OneLineErrors, UserError
 from lantern_hf.cli.options import GenerateOptions
 
@@ -154,6 +155,9 @@ def generate(
         run(options)
     except (ValueError, OSError, ImportError, MemoryError) as error:
         raise UserError(error) from error
+
+
+app.command()(convert)
 
 
 def main() -> None:
