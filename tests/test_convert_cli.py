@@ -126,7 +126,7 @@ def test_a_whole_pipeline(tmp_path: Path) -> None:
     assert index == again | {"_class_name": "LanternPipeline"}
     output = pipe("red fox", generator=torch.Generator().manual_seed(0), guidance_scale=2.0)
     assert output.images[0].size == (8, 8)
-    assert output.stats.passes < 15
+    assert 0 < output.stats.passes <= 15
     strict = pipe("red fox", lantern_config={"lam": 1.0}, do_sample=False, output_type="latent").codes
     plain = pipe("red fox", lantern_config=None, do_sample=False, output_type="latent").codes
     assert torch.equal(strict, plain)

@@ -61,7 +61,7 @@ def test_a_smaller_dtype_verifies_against_rounded_weights(tmp_path: Path) -> Non
     report = convert(source, tmp_path / "out", dtype=torch.bfloat16, verify=True)
     assert report.max_error is not None
     assert report.max_error < 1e-4
-    assert VQModel.from_pretrained(tmp_path / "out", torch_dtype=torch.bfloat16).dtype == torch.bfloat16
+    assert VQModel.from_pretrained(tmp_path / "out", dtype=torch.bfloat16).dtype == torch.bfloat16
 
 
 def without_vq(path: Path, form: str) -> tuple[Path, ChameleonForConditionalGeneration]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import ChameleonConfig, ChameleonForConditionalGeneration
 
 from lantern_hf.convert.checkpoint import Checkpoint
@@ -21,6 +22,7 @@ from lantern_hf.models.vq import IGNORED_KEYS
 __all__ = ["plan_chameleon"]
 
 _VQ = "model.vqmodel."
+_MAX_BLOCKS = 64
 _IGNORED = {r".*rotary_emb\.inv_freq": "rotary table, computed"}
 _VQ_PARTS = ("encoder.", "quant_conv.", "post_quant_conv.", "quantize.embedding.")
 
@@ -54,8 +56,7 @@ def plan_chameleon(checkpoint: Checkpoint, options: Options) -> Plan:
             "one that lacks something",
             "Nothing is to be converted: ChameleonForConditionalGeneration.from_pretrained loads it.",
         )
-    check_layers(tensors, "model.layers.")
-    config = _config(checkpoint.config)
+    config = _config(checkpoint.config, check_layers(tensors, "model.layers."))
     with torch.device("meta"):
         expected = ChameleonForConditionalGeneration(config).state_dict()
     ignored = ignore(tensors, _IGNORED)
@@ -70,7 +71,7 @@ def plan_chameleon(checkpoint: Checkpoint, options: Options) -> Plan:
     return check_plan(plan, expected, checkpoints)
 
 
-def _config(raw: dict[str, Any]) -> ChameleonConfig:
+def _config(raw: dict[str, Any], layers: int) -> ChameleonConfig:
     """Make transformers' configuration of a published one."""
     if not str(raw.get("model_type", "")).startswith("chameleon"):
         raise refuse(f"`model_type` {raw.get('model_type')!r} in config.json", "chameleon", "Name the whole folder.")
@@ -80,7 +81,21 @@ def _config(raw: dict[str, Any]) -> ChameleonConfig:
             "that of Chameleon",
             "Copy it from the config.json of facebook/chameleon-7b.",
         )
-    return ChameleonConfig.from_dict(raw | {"model_type": "chameleon"})
+    try:
+        config = ChameleonConfig.from_dict(raw | {"model_type": "chameleon"})
+        blocks = len(config.vq_config.channel_multiplier) * config.vq_config.num_res_blocks
+    except (StrictDataclassError, TypeError, AttributeError, KeyError, ValueError) as error:
+        raise refuse(
+            "a config.json that transformers cannot read", "Chameleon's", " ".join(str(error).split())
+        ) from error
+    # Both become modules one by one, so that an absurd number would never end.
+    if config.num_hidden_layers != layers or blocks > _MAX_BLOCKS:
+        raise refuse(
+            f"{config.num_hidden_layers} layers and {blocks} VQ blocks in config.json",
+            f"{layers} layers, as the weights have, and at most {_MAX_BLOCKS} blocks",
+            "Use the config of these weights.",
+        )
+    return config
 
 
 def _vq_outputs(vq: Checkpoint) -> list[Output]:

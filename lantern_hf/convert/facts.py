@@ -11,7 +11,7 @@ from typing import Any
 from lantern_hf.convert.checkpoint import Checkpoint
 from lantern_hf.convert.plan import Options, refuse
 
-__all__ = ["config_grid", "find_grid", "find_heads"]
+__all__ = ["config_grid", "config_number", "config_section", "find_grid", "find_heads"]
 
 # Heads by width, of the published LlamaGen sizes; not always 64 wide, so that nothing else can be guessed.
 _HEADS = {768: 12, 1024: 16, 1280: 20, 1536: 24, 2048: 32, 3200: 32, 4096: 32}
@@ -22,6 +22,41 @@ _STAGES = (
     (re.compile(r"t2i-2|t2i2|llamagen2|stage[ _-]?(2|ii)(?![a-z])"), 32),
     (re.compile(r"t2i_drafter|llamagen-t2i|llamagen_drafter|stage[ _-]?(1|i)(?![a-z])"), 16),
 )
+
+
+def config_number(config: Mapping[str, Any], name: str, default: float, most: float = math.inf) -> float:
+    """Read a number above 0 of a `config.json`.
+
+    Args:
+        config: Its content.
+        name: Name of the number.
+        default: What an absent or null one is.
+        most: Largest value that makes sense.
+
+    Returns:
+        The number.
+
+    Raises:
+        ValueError: It is no number, or out of range.
+    """
+    value = config.get(name)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= most:
+        raise refuse(f"`{name}` {value!r} in config.json", f"a number above 0, at most {most:g}", "Correct it.")
+    return value
+
+
+def config_section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Read an object of a `config.json`; an empty one where it is absent.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    value = config.get(name) or {}
+    if not isinstance(value, Mapping):
+        raise refuse(f"`{name}` {value!r} in config.json", "an object", "Correct it.")
+    return value
 
 
 def find_heads(hidden: int, config: Mapping[str, Any], given: int | None) -> tuple[int, str]:

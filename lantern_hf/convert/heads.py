@@ -16,7 +16,7 @@ import torch
 from transformers import AutoConfig, PretrainedConfig
 
 from lantern_hf.convert.checkpoint import Checkpoint, Entry
-from lantern_hf.convert.facts import config_grid, find_grid
+from lantern_hf.convert.facts import config_grid, config_number, config_section, find_grid
 from lantern_hf.convert.plan import Options, Output, Plan, check_layers, check_plan, ignore, refuse, shape_of
 from lantern_hf.convert.verify_heads import verify_head
 from lantern_hf.draft import LanternDraftConfig, LanternDraftModel, head_config_from
@@ -25,6 +25,7 @@ from lantern_hf.models import llamagen as _llamagen  # noqa: F401  registers the
 __all__ = ["head_config", "plan_head"]
 
 _EMBEDDING = "embed_tokens.weight"
+_MAX_PREFIX = 4096
 _IGNORED = {
     r"embed_tokens\.weight": "copy of the target's embedding; the target's own is used",
     r"lm_head\.weight": "copy of the target's output layer; the target's own is used",
@@ -83,26 +84,35 @@ def head_config(checkpoint: Checkpoint, options: Options) -> tuple[LanternDraftC
     target = None if options.target is None else _target_config(options.target)
     if target is None and not raw:
         raise refuse("no config.json beside the weights", "the drafter's whole folder", "Name it, or pass --target.")
-    if raw.get("rope_scaling") and target is None:
-        raise refuse(f"rope_scaling {raw['rope_scaling']}", "an unscaled rotary embedding", "It cannot be converted.")
+    _check_rotary(raw)
+    if target is not None:
+        _check_rotary(target.get_text_config().to_dict())
     _check_one_kind(tensors, raw)
     shapes = _shapes(tensors, raw, target, options)
     if target is not None:
         _check_target(checkpoint, shapes, target, str(options.target))
-        config = head_config_from(target, **shapes)
+        config = head_config_from(target, **(shapes | _numbers(raw)))
         # a folder of this machine means nothing to whoever gets the head
         name = None if Path(str(options.target)).exists() else options.target
         config.verifier = {"name_or_path": name, "architectures": target.architectures}
         facts = {"target": f"{target.model_type}, {options.target}"}
     else:
         geometry, facts = _own_geometry(checkpoint, options, shapes)
-        config = LanternDraftConfig(**(shapes | geometry))
+        config = LanternDraftConfig(**(shapes | _numbers(raw) | geometry))
     parts = [f"{config.num_hidden_layers} layer(s) of width {config.hidden_size}, {config.num_attention_heads} heads"]
     parts += ["q/k norms"] * config.qk_norm + ["no input norm"] * (not config.input_layernorm)
     facts["head"] = ", ".join(parts)
     if config.grid is not None and "grid" not in facts:
         facts["grid"] = f"{config.grid[0]}x{config.grid[1]} (the target's)"
     return config, facts
+
+
+def _check_rotary(config: Mapping[str, Any]) -> None:
+    """Refuse a scaled rotary embedding, under its old name or its new one."""
+    for name in ("rope_scaling", "rope_parameters"):
+        kind = config_section(config, name).get("rope_type", config_section(config, name).get("type"))
+        if kind not in (None, "default"):
+            raise refuse(f"`{name}` of the kind {kind!r}", "an unscaled rotary embedding", "It cannot be converted.")
 
 
 def _check_one_kind(tensors: Mapping[str, Entry], raw: Mapping[str, Any]) -> None:
@@ -152,43 +162,55 @@ def _shapes(
     }
 
 
+def _numbers(raw: Mapping[str, Any]) -> dict[str, float]:
+    """Numbers of the layers that the head's own `config.json` tells; a drafter's may differ from its target's."""
+    theta = config_number(raw, "rope_theta", 0) or config_number(raw, "rope_base", 0)
+    found = {
+        "rms_norm_eps": config_number(raw, "rms_norm_eps", 0),
+        "rope_theta": config_number(config_section(raw, "rope_parameters"), "rope_theta", theta),
+    }
+    return {name: float(value) for name, value in found.items() if value}
+
+
+def _vocabulary(checkpoint: Checkpoint, hidden: int) -> int:
+    """Tokens of the target, by `config.json` and the copy of its embedding; 0 when neither is there."""
+    tokens = int(config_number(checkpoint.config, "vocab_size", 0))
+    if _EMBEDDING not in checkpoint.tensors:
+        return tokens
+    embedded = shape_of(checkpoint.tensors, _EMBEDDING)
+    if embedded != (tokens or embedded[0], hidden):
+        raise refuse(
+            f"`{_EMBEDDING}` of shape {embedded}",
+            f"({tokens}, {hidden}), as config.json says",
+            "Use the config of these weights.",
+        )
+    return embedded[0]
+
+
 def _own_geometry(
     checkpoint: Checkpoint, options: Options, shapes: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """What the head's own `config.json` tells about its layers and its target."""
     raw = checkpoint.config
-    vocabulary = raw.get("vocab_size")
-    embedded = checkpoint.tensors.get(_EMBEDDING)
-    if embedded is not None and embedded.shape != (vocabulary or embedded.shape[0], shapes["hidden_size"]):
-        raise refuse(
-            f"`{_EMBEDDING}` of shape {embedded.shape}",
-            f"({vocabulary}, {shapes['hidden_size']}), as config.json says",
-            "Use the config of these weights.",
-        )
-    vocabulary = vocabulary or (embedded.shape[0] if embedded else None)
-    parameters = raw.get("rope_parameters") or {}
-    values: dict[str, Any] = {
-        "rms_norm_eps": float(raw.get("rms_norm_eps") or 1e-5),
-        "rope_theta": float(parameters.get("rope_theta") or raw.get("rope_theta") or 10000),
-        "target_vocab_size": vocabulary,
-    }
+    vocabulary = _vocabulary(checkpoint, shapes["hidden_size"])
+    values: dict[str, Any] = {"target_vocab_size": vocabulary or None}
     if "input_type" in raw or "caption_dim" in raw:
         grid, grid_from = find_grid(checkpoint, options, config_grid(raw))
         text = str(raw.get("input_type") or "t2i").startswith("t2i")
+        default = 120 if text else 1
         values |= {
             "rope_type": "2d",
             "grid": list(grid),
-            "prefix_length": options.prefix_length or int(raw.get("cls_token_num") or (120 if text else 1)),
+            "prefix_length": options.prefix_length or int(config_number(raw, "cls_token_num", default, _MAX_PREFIX)),
             "target_model_type": "llamagen",
-            "codebook_size": vocabulary,
+            "codebook_size": vocabulary or None,
             # LlamaGenConfig counts the prefix's placeholders; of classes the drafter does not tell the number
             "target_vocab_size": vocabulary + 2 if text and vocabulary else None,
         }
         return values, {"target": "LlamaGen", "grid": f"{grid[0]}x{grid[1]} ({grid_from})"}
     family = "chameleon" if shapes["qk_norm"] else str(raw.get("model_type") or "") or None
     if family == "chameleon":
-        codes = (raw.get("vq_config") or {}).get("num_embeddings")
-        values["codebook_size"] = codes if isinstance(codes, int) else None
+        values["codebook_size"] = int(config_number(config_section(raw, "vq_config"), "num_embeddings", 0)) or None
     return values | {"target_model_type": family}, {"target": f"{family or 'unknown'} with {vocabulary} tokens"}
 
 
@@ -197,7 +219,7 @@ def _target_config(name: str) -> PretrainedConfig:
     try:
         return AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(f"--target {name!r} has no configuration that transformers knows: {reason}") from error
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from lantern_hf.convert.checkpoint import Checkpoint, Entry
-from lantern_hf.convert.facts import config_grid, find_grid, find_heads
+from lantern_hf.convert.facts import config_grid, config_number, find_grid, find_heads
 from lantern_hf.convert.plan import Options, Output, Plan, check_layers, check_plan, ignore, refuse, shape_of
 from lantern_hf.convert.verify_llamagen import verify_llamagen
 from lantern_hf.models.configuration_llamagen import LlamaGenConfig
@@ -169,8 +169,8 @@ def llamagen_config(checkpoint: Checkpoint, layout: Layout, options: Options) ->
         num_key_value_heads=max(1, kv_heads),
         head_dim=head_dim,
         grid_size=list(grid),
-        rms_norm_eps=float(raw.get("rms_norm_eps") or 1e-5),
-        rope_parameters={"rope_type": "default", "rope_theta": float(raw.get("rope_base") or 10000)},
+        rms_norm_eps=float(config_number(raw, "rms_norm_eps", 1e-5)),
+        rope_parameters={"rope_type": "default", "rope_theta": float(config_number(raw, "rope_base", 10000))},
         **conditioning,
     )
     size = PUBLISHED_SIZES.get((layers, hidden), "not a published one")
@@ -196,7 +196,7 @@ def _conditioning(
         return {"conditioning": "class", "num_classes": classes}, f"{classes} classes and none"
     rows, _ = shape_of(tensors, uncond)
     width = shape_of(tensors, f"{layout.prefix}cap_proj.fc1.weight")[1]
-    length = options.prefix_length or int(raw.get("cls_token_num") or rows)
+    length = options.prefix_length or int(config_number(raw, "cls_token_num", rows))
     if not 1 <= length <= rows:
         raise refuse(f"a prefix of {length}", f"1 to {rows}, the unconditional rows", "Correct the prefix length.")
     words = f"text, {length} positions of width {width}" + (f" ({rows} rows are there)" if rows != length else "")

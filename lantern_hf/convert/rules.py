@@ -75,7 +75,7 @@ def rotate_2d(x: Tensor, positions: Tensor, grid: tuple[int, int], prefix: int, 
     angles = torch.cat([rows[:, None] * frequencies, columns[:, None] * frequencies], -1)  # (S, D/2)
     factor = torch.polar((positions >= prefix).double()[:, None].expand_as(angles).contiguous(), angles)
     return (
-        torch.view_as_real(torch.view_as_complex(x.double().unflatten(-1, (-1, 2))) * factor[:, None])
+        torch.view_as_real(torch.view_as_complex(x.double().contiguous().unflatten(-1, (-1, 2))) * factor[:, None])
         .flatten(-2)
         .float()
     )

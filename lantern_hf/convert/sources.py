@@ -38,8 +38,13 @@ def open_source(source: str | Path, revision: str | None = None) -> Checkpoint:
         return Checkpoint(Path(hf_hub_download(match[1], match[2], revision=revision)), name)
     if not _ID.fullmatch(name) or path.suffix in (".safetensors", *TORCH_SUFFIXES):
         raise FileNotFoundError(f"{name!r} does not exist. Name a file, a folder, or a Hub id such as someone/drafter.")
-    folder = Path(snapshot_download(name, revision=revision, allow_patterns=["*.json", "*.safetensors"]))
+    folder = _download(name, revision, (".safetensors",))
     if not any(folder.glob("*.safetensors")):
-        patterns = [f"*{suffix}" for suffix in TORCH_SUFFIXES]
-        folder = Path(snapshot_download(name, revision=revision, allow_patterns=["*.json", *patterns]))
+        folder = _download(name, revision, TORCH_SUFFIXES)
     return Checkpoint(folder, name)
+
+
+def _download(name: str, revision: str | None, suffixes: tuple[str, ...]) -> Path:
+    """Download the weights at the top of a repository, and the JSON files that describe them."""
+    patterns = ["*.json", *(f"*{suffix}" for suffix in suffixes)]
+    return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"]))

@@ -112,7 +112,7 @@ def _change(block: Tensor, output: Output) -> Tensor:
     """Bring rows of the source into the order and shape of the result."""
     block = block.reshape(len(block), *output.shape[1:])
     if output.head_dim:
-        block = interleaved_to_halves(block, len(block) // output.head_dim)
+        block = interleaved_to_halves(block.contiguous(), len(block) // output.head_dim)
     return F.normalize(block.float(), dim=-1) if output.normalize else block
 
 

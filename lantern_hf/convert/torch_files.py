@@ -12,6 +12,7 @@ import argparse
 import pickle
 import pickletools
 import re
+import struct
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -57,7 +58,8 @@ def load_torch_file(path: Path) -> tuple[dict[str, Tensor], list[str]]:
         with torch.serialization.safe_globals([argparse.Namespace]):
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except _FAILURES as error:
-        raise ValueError(f"{path.name} cannot be read by torch: {str(error).splitlines()[0]}") from error
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"{path.name} cannot be read by torch: {reason}") from error
     tensors, leftovers = _unwrap(content, path.name)
     size = path.stat().st_size
     for key, value in tensors.items():
@@ -80,7 +82,7 @@ def _read_pickle(path: Path) -> bytes:
             entries = archive.infolist()
             _check_entries(entries, size, path.name)
             return archive.read(next(entry for entry in entries if entry.filename.endswith("/data.pkl")))
-    except (zipfile.BadZipFile, EOFError, OSError, NotImplementedError) as error:
+    except (zipfile.BadZipFile, EOFError, OSError, RuntimeError, struct.error) as error:
         raise ValueError(f"{path.name} is damaged: {error}. Download it again.") from error
 
 

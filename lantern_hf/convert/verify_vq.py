@@ -37,7 +37,7 @@ def verify_vq(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype, family: 
     Returns:
         The largest difference of two pixels, and the largest pixel of the rule, in [-1, 1] or so.
     """
-    vq = VQModel.from_pretrained(folder, torch_dtype=torch.float32).eval()
+    vq = VQModel.from_pretrained(folder, dtype=torch.float32).eval()
     codes = torch.randint(vq.config["num_vq_embeddings"], (1, _SIDE, _SIDE), generator=torch.Generator().manual_seed(0))
     ours = decode_codes(vq, codes)
 
