@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx2
 import huggingface_hub
+import PIL.Image
 import pytest
 import torch
 from diffusers import VQModel
@@ -142,6 +144,20 @@ def test_a_pipeline_of_converted_parts_and_classes(tmp_path: Path) -> None:
     pipe.set_progress_bar_config(disable=True)
     assert pipe.config.top_k == 20
     assert pipe(class_labels=3).images[0].size == (8, 8)
+
+
+def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "examples"))
+    import convert_llamagen
+
+    target = golden_config("llamagen_target")
+    source = folder(tmp_path / "target", golden("llamagen_target"), target, "safetensors")
+    arguments = {"target": source, "vq": vq_file(tmp_path / "vq.pt"), "text_encoder": text_encoder(tmp_path / "t5")}
+    plain = {"head": None, "grid": None, "dtype": "auto", "device": "cpu", "seed": 0}
+    convert_llamagen.main(Namespace(prompt="red fox", out=tmp_path / "made", **arguments, **plain))
+    assert "16 tokens in 15 passes" in capsys.readouterr().out
+    with PIL.Image.open(tmp_path / "made.png") as image:
+        assert image.size == (8, 8)
 
 
 def test_parts_that_do_not_fit(tmp_path: Path) -> None:

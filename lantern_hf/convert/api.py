@@ -17,7 +17,7 @@ from lantern_hf.convert.report import ConversionReport
 from lantern_hf.convert.sources import open_source
 from lantern_hf.convert.stream import largest_difference, write_weights
 
-__all__ = ["convert", "convert_into"]
+__all__ = ["convert", "convert_into", "make_options"]
 
 # Of the largest value; rounding alone stays a hundred times below it.
 _TOLERANCE = 1e-3

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lantern_hf.convert.torch_files import load_torch_file
 
-__all__ = ["DTYPES", "Checkpoint", "Entry"]
+__all__ = ["DTYPES", "TORCH_SUFFIXES", "Checkpoint", "Entry", "read_json"]
 
 # safetensors' names of the dtypes that weights have; another one reads as None.
 DTYPES = {

@@ -98,7 +98,7 @@ def head_config(checkpoint: Checkpoint, options: Options) -> tuple[LanternDraftC
         facts = {"target": f"{target.model_type}, {options.target}"}
     else:
         geometry, facts = _own_geometry(checkpoint, options, shapes)
-        config = LanternDraftConfig(**(shapes | _numbers(raw) | geometry))
+        config = LanternDraftConfig(**(shapes | geometry | _numbers(raw)))
     parts = [f"{config.num_hidden_layers} layer(s) of width {config.hidden_size}, {config.num_attention_heads} heads"]
     parts += ["q/k norms"] * config.qk_norm + ["no input norm"] * (not config.input_layernorm)
     facts["head"] = ", ".join(parts)
@@ -211,6 +211,8 @@ def _own_geometry(
     family = "chameleon" if shapes["qk_norm"] else str(raw.get("model_type") or "") or None
     if family == "chameleon":
         values["codebook_size"] = int(config_number(config_section(raw, "vq_config"), "num_embeddings", 0)) or None
+    else:
+        values["rms_norm_eps"] = 1e-6  # what transformers' Llama takes for a config.json without it
     return values | {"target_model_type": family}, {"target": f"{family or 'unknown'} with {vocabulary} tokens"}
 
 

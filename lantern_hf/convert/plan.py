@@ -16,7 +16,7 @@ import torch
 
 from lantern_hf.convert.checkpoint import Checkpoint, Entry
 
-__all__ = ["FLOATS", "Options", "Output", "Plan", "check_layers", "check_plan", "refuse", "shape_of"]
+__all__ = ["FLOATS", "Options", "Output", "Plan", "check_layers", "check_plan", "ignore", "refuse", "shape_of"]
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
