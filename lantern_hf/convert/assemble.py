@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers.models.autoencoders.vq_model import VQModel
@@ -74,7 +75,7 @@ def convert_pipeline(
     out = Path(out).expanduser()
     check_free(out)
     sources = {"transformer": source, "vq_model": vq} | ({} if head is None else {"draft_head": head})
-    common = {"dtype": dtype, "verify": verify, "max_shard_size": max_shard_size, "progress": progress}
+    common: dict[str, Any] = {"dtype": dtype, "verify": verify, "max_shard_size": max_shard_size, "progress": progress}
     reports = []
     with new_folder(out) as folder:
         for part, name in sources.items():

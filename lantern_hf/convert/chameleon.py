@@ -83,7 +83,8 @@ def _config(raw: dict[str, Any], layers: int) -> ChameleonConfig:
         )
     try:
         config = ChameleonConfig.from_dict(raw | {"model_type": "chameleon"})
-        blocks = len(config.vq_config.channel_multiplier) * config.vq_config.num_res_blocks
+        vq: Any = config.vq_config
+        blocks = len(vq.channel_multiplier) * vq.num_res_blocks
     except (StrictDataclassError, TypeError, AttributeError, KeyError, ValueError) as error:
         raise refuse(
             "a config.json that transformers cannot read", "Chameleon's", " ".join(str(error).split())

@@ -219,7 +219,8 @@ def _outputs(key: str, entry: Entry, config: LlamaGenConfig, layout: Layout) -> 
     if layout.fused and re.fullmatch(r"layers\.\d+\.attention\.wqkv\.weight", key):
         return _split(key, config)
     name = rename_published(_hub_name(key) if layout.fused else key)
-    head_dim = config.head_dim if re.search(r"self_attn\.[qk]_proj\.weight$", name) else 0
+    rotated = re.search(r"self_attn\.[qk]_proj\.weight$", name)
+    head_dim = config.hidden_size // config.num_attention_heads if rotated else 0
     shape = entry.shape
     if name.endswith("uncond_embedding"):  # 120 rows are published, whatever the prefix; only the first are read
         shape = (min(config.prefix_length, shape[0]), *shape[1:]) if shape else shape
@@ -229,12 +230,13 @@ def _outputs(key: str, entry: Entry, config: LlamaGenConfig, layout: Layout) -> 
 def _split(key: str, config: LlamaGenConfig) -> list[Output]:
     """Query, key and value of one fused tensor."""
     outer = f"model.{key.split('.attention.')[0]}.self_attn."
-    query, other = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
     width = config.hidden_size
+    head_dim = width // config.num_attention_heads
+    other = (config.num_key_value_heads or config.num_attention_heads) * head_dim
     return [
-        Output(f"{outer}q_proj.weight", (query, width), key, head_dim=config.head_dim),
-        Output(f"{outer}k_proj.weight", (other, width), key, start=query, head_dim=config.head_dim),
-        Output(f"{outer}v_proj.weight", (other, width), key, start=query + other),
+        Output(f"{outer}q_proj.weight", (width, width), key, head_dim=head_dim),
+        Output(f"{outer}k_proj.weight", (other, width), key, start=width, head_dim=head_dim),
+        Output(f"{outer}v_proj.weight", (other, width), key, start=width + other),
     ]
 
 

@@ -7,6 +7,7 @@ by a grid behind a prefix one shorter than the target's; ours count in the targe
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -80,7 +81,9 @@ def published_head(
     return states
 
 
-def _mlp(x: Tensor, name: str, read: Read, linear, config: LanternDraftConfig) -> Tensor:  # noqa: ANN001
+def _mlp(
+    x: Tensor, name: str, read: Read, linear: Callable[[Tensor, str], Tensor], config: LanternDraftConfig
+) -> Tensor:
     """SwiGLU, with biases where the head has them."""
     if config.mlp_bias:
         return linear(

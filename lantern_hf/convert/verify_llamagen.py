@@ -74,7 +74,7 @@ def published_logits(read: Read, states: Tensor, config: LlamaGenConfig, layout:
         output = "attention.wo" if layout.fused else "self_attn.o_proj"
         query, key, value = _projections(read, layer, normed, config, layout)
         grid = (config.grid_size[0], config.grid_size[1])
-        theta = float(config.rope_parameters["rope_theta"])
+        theta = float((config.rope_parameters or {}).get("rope_theta") or 10000.0)
         query, key = (rotate_2d(part, positions, grid, config.prefix_length, theta) for part in (query, key))
         states = states + attend(query, key, value) @ read(f"{layer}{output}.weight").T
         names = ("feed_forward.w1", "feed_forward.w3", "feed_forward.w2")
@@ -89,10 +89,12 @@ def _projections(
     read: Read, layer: str, x: Tensor, config: LlamaGenConfig, layout: Layout
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Query `(S, heads, D)`, key and value `(S, kv_heads, D)`."""
+    heads = config.num_attention_heads
+    head_dim, others = config.hidden_size // heads, config.num_key_value_heads or heads
     if layout.fused:
-        sizes = [config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads]
-        parts = (x @ read(f"{layer}attention.wqkv.weight").T).split([size * config.head_dim for size in sizes], -1)
+        fused = x @ read(f"{layer}attention.wqkv.weight").T
+        parts = list(fused.split([size * head_dim for size in (heads, others, others)], -1))
     else:
-        parts = tuple(x @ read(f"{layer}self_attn.{name}_proj.weight").T for name in "qkv")
-    query, key, value = (part.unflatten(-1, (-1, config.head_dim)) for part in parts)
+        parts = [x @ read(f"{layer}self_attn.{name}_proj.weight").T for name in "qkv"]
+    query, key, value = (part.unflatten(-1, (-1, head_dim)) for part in parts)
     return query, key, value
