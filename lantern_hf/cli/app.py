@@ -9,6 +9,7 @@ from typing import Annotated, Optional
 import typer
 
 from lantern_hf._version import __version__
+from lantern_hf.cli.convert_command import convert
 from lantern_hf.cli.errors import OneLineErrors, UserError
 from lantern_hf.cli.options import GenerateOptions
 from lantern_hf.cli.train_command import distil, train
@@ -159,6 +160,7 @@ def generate(
 
 app.command()(train)
 app.command()(distil)
+app.command()(convert)
 
 
 def main() -> None:

@@ -296,6 +296,18 @@ def interleaved_to_halves(weight: Tensor, num_heads: int) -> Tensor:
     return weight.view(num_heads, rows // num_heads // 2, 2, columns).transpose(1, 2).reshape(rows, columns)
 
 
+_PUBLISHED_NAMES = {
+    "model.cls_embedding.cap_proj.": "model.prefix.",
+    "model.cls_embedding.uncond_embedding": "model.prefix.uncond_embedding",
+    "model.cls_embedding.embedding_table.": "model.prefix.class_embedding.",
+}
+
+
+def rename_published(key: str) -> str:
+    """Give the name in `LlamaGenForConditionalGeneration` of a Hub-style tensor; most are the same."""
+    return next((new + key[len(old) :] for old, new in _PUBLISHED_NAMES.items() if key.startswith(old)), key)
+
+
 def convert_published_state_dict(state_dict: dict[str, Tensor], config: LlamaGenConfig) -> dict[str, Tensor]:
     """Rename and reorder Hub-style LlamaGen weights (`jadohu/LlamaGen-T2I`) for `LlamaGenForConditionalGeneration`.
 
@@ -306,15 +318,10 @@ def convert_published_state_dict(state_dict: dict[str, Tensor], config: LlamaGen
     Returns:
         A state dict for `load_state_dict(strict=True)`.
     """
-    renames = {
-        "model.cls_embedding.cap_proj.": "model.prefix.",
-        "model.cls_embedding.uncond_embedding": "model.prefix.uncond_embedding",
-        "model.cls_embedding.embedding_table.": "model.prefix.class_embedding.",
-    }
     heads = {"q_proj.weight": config.num_attention_heads, "k_proj.weight": config.num_key_value_heads}
     converted = {}
     for key, value in state_dict.items():
-        name = next((new + key[len(old) :] for old, new in renames.items() if key.startswith(old)), key)
+        name = rename_published(key)
         rotated = next((count for suffix, count in heads.items() if key.endswith(suffix)), None)
         value = value if rotated is None else interleaved_to_halves(value, rotated)
         # Published models keep 120 unconditional rows whatever the prefix length; only the first are ever read.
