@@ -9,8 +9,11 @@ from typing import Annotated, Optional
 import typer
 
 from lantern_hf._version import __version__
+from lantern_hf.cli.card import card
 from lantern_hf.cli.errors import OneLineErrors, UserError
 from lantern_hf.cli.options import GenerateOptions
+from lantern_hf.cli.pull import pull
+from lantern_hf.cli.push import push
 
 app = typer.Typer(
     cls=OneLineErrors,
@@ -154,6 +157,11 @@ def generate(
         run(options)
     except (ValueError, OSError, ImportError, MemoryError) as error:
         raise UserError(error) from error
+
+
+app.command()(push)
+app.command()(pull)
+app.command()(card)
 
 
 def main() -> None:
