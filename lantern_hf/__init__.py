@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lantern_hf.candidates import CandidateTree, LanternCandidateGenerator
     from lantern_hf.config import LanternConfig
     from lantern_hf.draft import LanternDraftConfig, LanternDraftModel
+    from lantern_hf.hub import CardDetails
     from lantern_hf.models.configuration_llamagen import LlamaGenConfig
     from lantern_hf.models.llamagen import LlamaGenForConditionalGeneration
     from lantern_hf.neighbors import NeighborTable
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = [
     "TREES",
     "CandidateTree",
+    "CardDetails",
     "DecodingStats",
     "DraftTree",
     "ImageTokensLogitsProcessor",
@@ -60,6 +62,7 @@ _MODULES = {
     "candidates": "CandidateTree LanternCandidateGenerator",
     "config": "LanternConfig",
     "draft": "LanternDraftConfig LanternDraftModel",
+    "hub": "CardDetails",
     "models.configuration_llamagen": "LlamaGenConfig",
     "models.llamagen": "LlamaGenForConditionalGeneration",
     "neighbors": "NeighborTable",

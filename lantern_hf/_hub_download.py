@@ -75,7 +75,7 @@ class Repository:
     ) -> None:
         self.name, self.commit, self.files = name, commit, files
         self._revision, self._token, self._force = revision, token, force_download
-        self._cache = Path(constants.HF_HUB_CACHE if cache_dir is None else cache_dir)
+        self._cache = Path(constants.HF_HUB_CACHE if cache_dir is None else cache_dir).expanduser().resolve()
 
     @classmethod
     def open(
@@ -106,6 +106,8 @@ class Repository:
             OSError: The Hub refuses, or is out of reach and the cache does not hold it either.
             ValueError: The name is no Hub id, or a file's name climbs out of its folder.
         """
+        # transformers passes on the commit that it resolved the name to, so that config and weights are of one
+        revision = getattr(revision, "resolved", revision)
         _check_id(name, revision)
         rest: dict[str, Any] = {"token": token, "cache_dir": cache_dir}
         if local_files_only or constants.is_offline_mode():
@@ -231,9 +233,9 @@ class Repository:
                 "again; download it anew."
             )
         except (OSError, ValueError):
-            blob = path.resolve()
+            if path.is_symlink():
+                path.parent.joinpath(path.readlink()).unlink(missing_ok=True)
             path.unlink(missing_ok=True)
-            blob.unlink(missing_ok=True)
             raise
 
 

@@ -6,6 +6,7 @@ for a new repository, that there is one. Knows names and bytes; what they mean i
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -128,7 +129,7 @@ class Push:
         try:
             with_retries(ModelCard(text).validate)
         except ValueError as error:
-            raise ValueError(f"The card is not valid on the Hub: {one_line(error)[:400]}") from error
+            raise ValueError(f"The card is not valid on the Hub: {_reasons(error)}") from error
         except HTTP_ERRORS as error:
             raise hub_error(error, name) from error
 
@@ -177,6 +178,14 @@ class Push:
                 f"The connection broke while the commit was made, and {name} may hold it already (commit {now}). Look "
                 "at it on the Hub before you push again."
             ) from error
+
+
+def _reasons(error: ValueError) -> str:
+    """What the Hub found wrong with a card, from its answer."""
+    try:
+        return one_line("; ".join(str(found["message"]) for found in json.loads(str(error))["errors"]))[:400]
+    except (ValueError, TypeError, KeyError):
+        return one_line(error)[:400]
 
 
 def _text_of(repository: Repository) -> str | None:

@@ -144,9 +144,9 @@ class PipelineHubMixin(DiffusionPipeline):
             base_model=base if is_hub_id(base) else None,
             pipeline_tag="unconditional-image-generation" if by_class else "text-to-image",
             summary=(
-                f"A {type(target).__name__} that draws images{'' if parts.get('draft_head') is None else ', with a '}"
-                f"{'' if parts.get('draft_head') is None else 'LANTERN draft head: several tokens from each pass'}. It "
-                "is read by [lantern_hf](https://pypi.org/project/lantern_hf) (`pip install lantern_hf`)."
+                f"A {type(target).__name__} that draws images"
+                f"{', with a LANTERN draft head: several tokens from each pass' if parts.get('draft_head') else ''}. "
+                "Needs `pip install lantern_hf`."
             ),
             usage=(
                 "```python\nfrom lantern_hf import LanternPipeline\n\n"

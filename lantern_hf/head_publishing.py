@@ -158,21 +158,22 @@ def head_card(repo_id: str, config: dict[str, Any], folder: Path, details: CardD
         pipeline_tag="text-to-image" if is_image else "text-generation",
         summary=(
             f"A LANTERN draft head for `{_code(target)}`: with it, several tokens come from each pass of that model. "
-            "It is read by [lantern_hf](https://pypi.org/project/lantern_hf) (`pip install lantern_hf`)."
+            "Needs `pip install lantern_hf`."
         ),
-        usage=_usage(repo_id, target, architecture),
+        usage=_usage(repo_id, target, architecture, config.get("grid") or [32, 32]),
         facts=_facts(config, folder, architecture),
     )
 
 
-def _usage(repo_id: str, target: str, architecture: str | None) -> str:
+def _usage(repo_id: str, target: str, architecture: str | None, grid: Sequence[int]) -> str:
     """Five lines that draw, and the way without an import."""
     name = architecture if architecture and architecture.isidentifier() else "AutoModelForCausalLM"
+    tokens = grid[0] * grid[1]
     package = "lantern_hf" if name.startswith("LlamaGen") else "transformers"
     return (
         f"```python\nimport lantern_hf\nfrom {package} import {name}\n\n"
         f'model = lantern_hf.attach({name}.from_pretrained("{_code(target)}"))\n'
-        f'tokens = model.generate(**inputs, assistant="{repo_id}", do_sample=True, max_new_tokens=1024)\n```\n\n'
+        f'tokens = model.generate(**inputs, assistant="{repo_id}", do_sample=True, max_new_tokens={tokens})\n```\n\n'
         "Or without importing anything first:\n\n"
         f'```python\nmodel.generate(**inputs, custom_generate="{repo_id}", trust_remote_code=True)\n```'
     )

@@ -185,7 +185,14 @@ class NeighborTable:
             raise ValueError(f"{path} is not a safetensors file: {error}. Write it with NeighborTable.save.") from error
         prefix = "codebook_sha256_"
         hashes = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
-        return cls(indices.to(torch.int32), metric=metadata.get("metric", "l2"), hashes=hashes)
+        table = cls(indices.to(torch.int32), metric=metadata.get("metric", "l2"), hashes=hashes)
+        if (metadata.get("k"), metadata.get("num_codes")) != (str(table.k), str(table.num_codes)):
+            raise ValueError(
+                f"{path} is damaged: it holds {table.num_codes} x {table.k} indices but says "
+                f"{str(metadata.get('num_codes'))[:20]} x {str(metadata.get('k'))[:20]}. "
+                "Build it again with NeighborTable.from_codebook."
+            )
+        return table
 
     def _with(self, indices: Tensor) -> NeighborTable:
         """Copy with other indices that are known to be sound, so that nothing is checked again."""
@@ -205,12 +212,6 @@ def _check_header(path: Any, file: Any, metadata: Mapping[str, str], num_codes: 
         raise ValueError(
             f"{path} is not a neighbor table: format {str(metadata.get('format'))[:80]!r}, expected {_FORMAT!r} "
             "with a uint16 or int32 tensor `indices` (K, k) and nothing else. Write it with NeighborTable.save."
-        )
-    if (metadata.get("num_codes"), metadata.get("k")) != (str(shape[0]), str(shape[1])):
-        raise ValueError(
-            f"{path} is damaged: it holds {shape[0]} x {shape[1]} indices but says "
-            f"{str(metadata.get('num_codes'))[:20]} x {str(metadata.get('k'))[:20]}. "
-            "Build it again with NeighborTable.from_codebook."
         )
     if metadata.get("metric", "l2") not in METRICS:
         raise ValueError(f"{path} is damaged: it names the metric {metadata['metric'][:20]!r}, not one of {METRICS}.")

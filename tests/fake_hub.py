@@ -159,7 +159,9 @@ class FakeHub:
             return self._resolve(repo, action, request)
         if request.method == "GET":
             return self._info(name, repo, unquote(action.removeprefix("/revision/")) or "main")
-        if not signed_in or not (name.startswith("me/") or "create_pr=1" in str(request.url) or "preupload" in action):
+        # anybody may upload to a pull request; whether it is one is told with the commit
+        allowed = name.startswith("me/") or "create_pr=1" in str(request.url) or re.match("/(preupload|info)/", action)
+        if not signed_in or not allowed:
             return refusal(403 if signed_in else 401, "")
         return self._change(name, repo, action, request)
 

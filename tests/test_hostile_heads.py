@@ -35,7 +35,9 @@ def outcome(sound: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     """What one process that tried every case reports."""
     work = tmp_path_factory.mktemp("work")
     command = [sys.executable, hostile.__file__, str(sound), str(work)]
-    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-4000:]
+    return json.loads(result.stdout)
 
 
 def test_the_head_is_sound_without_the_change(sound: Path) -> None:
