@@ -206,7 +206,7 @@ class NeighborTable:
 
 def _check_header(path: Any, file: Any, metadata: Mapping[str, str], num_codes: int | None) -> None:
     """Refuse a file whose header is not that of a table."""
-    part = file.get_slice("indices") if list(file.keys()) == ["indices"] else None
+    part: Any = file.get_slice("indices") if list(file.keys()) == ["indices"] else None
     shape = [] if part is None else list(part.get_shape())
     if metadata.get("format") != _FORMAT or len(shape) != 2 or part.get_dtype() not in ("U16", "I32"):
         raise ValueError(
