@@ -47,8 +47,8 @@ _NUMBERS = {
 _FLAGS = ("qk_norm", "input_layernorm", "fc_bias", "attention_bias", "mlp_bias")
 _DTYPES = ("float64", "float32", "float16", "bfloat16")
 # Keys of transformers that a head's file may hold.
-_BASE_KEYS = {"architectures", "dtype", "torch_dtype", "transformers_version", "auto_map", "return_dict"}
-_SILENT_KEYS = {"model_type"} | PretrainedConfig().to_dict().keys()
+_BASE_KEYS = {"architectures", "dtype", "torch_dtype", "transformers_version"}
+_SILENT_KEYS = {"model_type", "auto_map"} | PretrainedConfig().to_dict().keys()
 _MAX_SIDE, _MAX_ROTARY = 2**12, 2**26  # codes a side of an image; elements of the 2-D rotary table
 
 

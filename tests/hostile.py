@@ -116,7 +116,8 @@ def pickled(name: str) -> Build:
     """Weights as a pickle in the place of the safetensors."""
 
     def build(folder: Path) -> None:
-        torch.save(load_file(folder / WEIGHTS), folder / name)
+        weights = {name: tensor.clone() for name, tensor in load_file(folder / WEIGHTS).items()}
+        torch.save(weights, folder / name)
         if name != WEIGHTS:
             (folder / WEIGHTS).unlink()
 

@@ -63,7 +63,12 @@ def test_keys_of_transformers_are_not_acted_on(sound: Path, tmp_path: Path) -> N
     """Some build tables of any size or download code; a head's config has no use for them."""
     values = json.loads((sound / "config.json").read_text())
     keys = {"num_labels": 10**10, "quantization_config": {"quant_method": "awq"}, "attn_implementation": "some/kernel"}
-    keys |= {"_attn_implementation": "some/kernel", "id2label": 3, "auto_map": None, "a_later_field": 1}
+    keys |= {
+        "_attn_implementation": "some/kernel",
+        "id2label": 3,
+        "a_later_field": 1,
+        "auto_map": {"AutoModel": "evil.Model"},
+    }
     for file in sound.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "config.json").write_text(json.dumps(values | keys))
