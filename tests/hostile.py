@@ -116,7 +116,7 @@ def pickled(name: str) -> Build:
     """Weights as a pickle in the place of the safetensors."""
 
     def build(folder: Path) -> None:
-        weights = {name: tensor.clone() for name, tensor in load_file(folder / WEIGHTS).items()}
+        weights = {key: tensor.clone() for key, tensor in load_file(folder / WEIGHTS).items()}
         torch.save(weights, folder / name)
         if name != WEIGHTS:
             (folder / WEIGHTS).unlink()
