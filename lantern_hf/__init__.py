@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lantern_hf.candidates import CandidateTree, LanternCandidateGenerator
     from lantern_hf.config import LanternConfig
     from lantern_hf.draft import LanternDraftConfig, LanternDraftModel
+    from lantern_hf.hub import CardDetails
     from lantern_hf.images import decode_images, image_prompts
     from lantern_hf.models.configuration_llamagen import LlamaGenConfig
     from lantern_hf.models.llamagen import LlamaGenForConditionalGeneration
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 __all__ = [
     "TREES",
     "CandidateTree",
+    "CardDetails",
     "DecodingStats",
     "DraftTree",
     "Emu3ImageLayout",
@@ -73,6 +75,7 @@ _MODULES = {
     "candidates": "CandidateTree LanternCandidateGenerator",
     "config": "LanternConfig",
     "draft": "LanternDraftConfig LanternDraftModel",
+    "hub": "CardDetails",
     "images": "decode_images image_prompts",
     "models.configuration_llamagen": "LlamaGenConfig",
     "models.llamagen": "LlamaGenForConditionalGeneration",

@@ -11,6 +11,7 @@ import os
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,6 +24,9 @@ __all__ = ["METRICS", "NeighborTable", "codebook_hash"]
 
 METRICS = ("l2", "cosine")
 """Distances a table can be built with."""
+
+MAX_TABLE_BYTES = 2**28
+"""Largest table that is read from a file: k = 8192 for 16384 codes."""
 
 _FORMAT = "lantern_hf.neighbors/1"
 _HASH_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -156,31 +160,39 @@ class NeighborTable:
         return target
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> NeighborTable:
+    def load(cls, path: str | os.PathLike[str], *, num_codes: int | None = None) -> NeighborTable:
         """Read and check a table that `save` wrote, onto the CPU.
+
+        The header is checked first: nothing is allocated for a file that is no table.
+
+        Args:
+            path: The file.
+            num_codes: Entries of the codebook it must be of. None: any.
 
         Raises:
             FileNotFoundError: There is no such file.
-            ValueError: It is not a neighbour table, or its content is damaged.
+            ValueError: It is not a neighbour table, one of another codebook, too large, or its content is damaged.
         """
+        if os.path.getsize(path) > MAX_TABLE_BYTES:
+            raise ValueError(
+                f"{path} has {os.path.getsize(path):,} bytes, where at most {MAX_TABLE_BYTES:,} make sense for a "
+                "neighbor table. It was not loaded."
+            )
         try:
             with safe_open(os.fspath(path), framework="pt") as file:
                 metadata = file.metadata() or {}
-                indices = file.get_tensor("indices") if "indices" in file.keys() else None  # noqa: SIM118
+                _check_header(path, file, metadata, num_codes)
+                indices = file.get_tensor("indices")
         except SafetensorError as error:
             raise ValueError(f"{path} is not a safetensors file: {error}. Write it with NeighborTable.save.") from error
-        if metadata.get("format") != _FORMAT or indices is None or indices.dtype not in (torch.uint16, torch.int32):
-            raise ValueError(
-                f"{path} is not a neighbor table: format {metadata.get('format')!r}, expected {_FORMAT!r} "
-                "with a uint16 or int32 tensor `indices`. Write it with NeighborTable.save."
-            )
         prefix = "codebook_sha256_"
         hashes = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
         table = cls(indices.to(torch.int32), metric=metadata.get("metric", "l2"), hashes=hashes)
         if (metadata.get("k"), metadata.get("num_codes")) != (str(table.k), str(table.num_codes)):
             raise ValueError(
                 f"{path} is damaged: it holds {table.num_codes} x {table.k} indices but says "
-                f"{metadata.get('num_codes')} x {metadata.get('k')}. Build it again with NeighborTable.from_codebook."
+                f"{str(metadata.get('num_codes'))[:20]} x {str(metadata.get('k'))[:20]}. "
+                "Build it again with NeighborTable.from_codebook."
             )
         _check_digest(path, metadata, indices)
         return table
@@ -193,6 +205,24 @@ class NeighborTable:
 
     def __repr__(self) -> str:
         return f"NeighborTable({self.num_codes} codes, k={self.k}, metric={self.metric!r}, device={str(self.device)!r})"
+
+
+def _check_header(path: Any, file: Any, metadata: Mapping[str, str], num_codes: int | None) -> None:
+    """Refuse a file whose header is not that of a table."""
+    part: Any = file.get_slice("indices") if list(file.keys()) == ["indices"] else None
+    shape = [] if part is None else list(part.get_shape())
+    if metadata.get("format") != _FORMAT or len(shape) != 2 or part.get_dtype() not in ("U16", "I32"):
+        raise ValueError(
+            f"{path} is not a neighbor table: format {str(metadata.get('format'))[:80]!r}, expected {_FORMAT!r} "
+            "with a uint16 or int32 tensor `indices` (K, k) and nothing else. Write it with NeighborTable.save."
+        )
+    if metadata.get("metric", "l2") not in METRICS:
+        raise ValueError(f"{path} is damaged: it names the metric {metadata['metric'][:20]!r}, not one of {METRICS}.")
+    if num_codes is not None and shape[0] != num_codes:
+        raise ValueError(
+            f"{path} covers {shape[0]} codes, but this head drafts from a codebook of {num_codes}. "
+            "Build a table from the target's codebook: NeighborTable.from_codebook(codebook, k)."
+        )
 
 
 def codebook_hash(codebook: Tensor) -> str:

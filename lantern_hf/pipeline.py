@@ -29,13 +29,13 @@ from lantern_hf._pipeline_checks import (
     check_parts,
     check_sampling,
 )
+from lantern_hf._pipeline_hub import PipelineHubMixin
 from lantern_hf._pipeline_progress import DecodingProgress
 from lantern_hf._pipeline_prompts import check_lengths, class_ids, encode_prompts, prompt_list
 from lantern_hf._placement import read_weight
 from lantern_hf.assets import embedded_model_path
 from lantern_hf.config import LanternConfig
 from lantern_hf.draft import LanternDraftModel
-from lantern_hf.hub import download_pipeline
 from lantern_hf.models.llamagen import LlamaGenForConditionalGeneration
 from lantern_hf.models.vq import decode_codes
 from lantern_hf.neighbor_cache import cached_neighbors
@@ -62,7 +62,7 @@ class LanternPipelineOutput(ImagePipelineOutput):
     codes: Tensor | None = None
 
 
-class LanternPipeline(DiffusionPipeline):
+class LanternPipeline(PipelineHubMixin, DiffusionPipeline):
     """Text (or class) to image with a LlamaGen transformer, several tokens a pass.
 
     Args:
@@ -119,25 +119,6 @@ class LanternPipeline(DiffusionPipeline):
         )
         self.register_to_config(guidance_scale=guidance_scale, top_k=top_k)
         self.image_processor = VaeImageProcessor(do_resize=False)
-
-    @classmethod
-    def download(cls, pretrained_model_name: str, **kwargs: Any) -> str:
-        """Download a pipeline into the cache; `from_pretrained` calls this for a Hub id.
-
-        diffusers' own refuses components of another library, and would leave out the neighbour table.
-
-        Args:
-            pretrained_model_name: Hub id.
-            **kwargs: As in diffusers; components that are passed are not downloaded.
-
-        Returns:
-            The folder.
-
-        Raises:
-            OSError: The repository is missing, out of reach, or holds no pipeline.
-        """
-        parts = cls._get_signature_keys(cls)[0] - kwargs.keys()
-        return download_pipeline(pretrained_model_name, parts, cls.config_name, **kwargs)
 
     @torch.no_grad()
     def __call__(

@@ -13,6 +13,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from lantern_hf.candidates import CandidateTree, LanternCandidateGenerator, RootOnly
 from lantern_hf.config import LanternConfig
 from lantern_hf.draft import LanternDraftModel
+from lantern_hf.head_files import WEIGHTS_FILE
 from lantern_hf.neighbor_cache import cached_neighbors
 from lantern_hf.neighbors import NeighborTable
 from lantern_hf.relaxation import STRICT, Relaxation
@@ -61,7 +62,7 @@ def load_head(name: str | Path, model: PreTrainedModel, **kwargs: Any) -> Lanter
     """Load a draft head next to a target's last layer, in its dtype, unless told otherwise, and bind it.
 
     Args:
-        name: Local folder or Hub id.
+        name: Local folder or Hub id; `user/name@revision` names a branch, a tag or a commit.
         model: The target.
         **kwargs: For `LanternDraftModel.from_pretrained`, such as `revision`, `token`, `dtype`,
             `device_map`.
@@ -70,9 +71,36 @@ def load_head(name: str | Path, model: PreTrainedModel, **kwargs: Any) -> Lanter
         OSError: There is no such head.
         ValueError: It does not fit the target.
     """
-    head = LanternDraftModel.from_pretrained(str(name), **kwargs)
+    path, revision = str(name), kwargs.pop("revision", None)
+    if not Path(path).is_dir() and "@" in path:
+        path, _, at = path.partition("@")
+        if revision not in (None, at):
+            raise ValueError(f"{str(name)!r} names another revision than `revision={revision!r}`. Leave one out.")
+        revision = at
+    head = LanternDraftModel.from_pretrained(path, revision=revision, **kwargs)
     device = None if kwargs.get("device_map") is None else head.device
     return head.place(model, dtype=kwargs.get("dtype"), device=device).bind(model)
+
+
+# Heads loaded by name for a target; loading takes seconds, and the next call asks for the same one.
+_HEADS: WeakKeyDictionary[PreTrainedModel, dict[Any, LanternDraftModel]] = WeakKeyDictionary()
+
+
+def head_for(name: str | Path, model: PreTrainedModel, **kwargs: Any) -> LanternDraftModel:
+    """Give the head of that name for a target, loaded when it is first asked for; arguments as `load_head`.
+
+    A head in a folder is loaded again when its weights have changed.
+    """
+    loaded = _HEADS.setdefault(model, {})
+    weights = Path(name, WEIGHTS_FILE)
+    stamp = weights.stat().st_mtime_ns if weights.is_file() else None
+    asked = sorted((key, str(value)) for key, value in kwargs.items() if key not in ("token", "force_download"))
+    key = (str(name), stamp, tuple(asked))
+    if key not in loaded or kwargs.get("force_download"):
+        loaded[key] = load_head(name, model, **kwargs)
+    head = loaded[key]
+    device = None if kwargs.get("device_map") is None else head.device
+    return head.place(model, dtype=kwargs.get("dtype"), device=device)  # the target may have moved since
 
 
 def make_generator(
@@ -94,7 +122,7 @@ def make_generator(
     if assistant is None:
         return RootOnly(adapter.num_columns), LanternConfig.strict()
     if isinstance(assistant, str | Path):
-        assistant = load_head(assistant, model)
+        assistant = head_for(assistant, model)
     if isinstance(assistant, CandidateTree):
         return assistant, LanternConfig.resolve(lantern_config)
     if not isinstance(assistant, LanternDraftModel):

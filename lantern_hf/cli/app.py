@@ -9,9 +9,12 @@ from typing import Annotated, Optional
 import typer
 
 from lantern_hf._version import __version__
+from lantern_hf.cli.card import card
 from lantern_hf.cli.convert_command import convert
 from lantern_hf.cli.errors import OneLineErrors, UserError
 from lantern_hf.cli.options import GenerateOptions
+from lantern_hf.cli.pull import pull
+from lantern_hf.cli.push import push
 from lantern_hf.cli.train_command import distil, train
 
 app = typer.Typer(
@@ -161,6 +164,9 @@ def generate(
 app.command()(train)
 app.command()(distil)
 app.command()(convert)
+app.command()(push)
+app.command()(pull)
+app.command()(card)
 
 
 def main() -> None:
