@@ -3,7 +3,7 @@
 Everything below is imported when it is first asked for, so that `import lantern_hf` and `lantern-hf --help` take no
 time. transformers' Auto classes know `lantern_draft` and `llamagen` from that moment on: before
 `AutoModel.from_pretrained`, ask for the class (`from lantern_hf import LanternDraftModel`), or load with
-`LanternDraftModel.from_pretrained` itself.
+`LanternDraftModel.from_pretrained` itself. `transformers.pipeline` knows the task `lantern-text-to-image` at once.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from lantern_hf._registration import register_task
 from lantern_hf._version import __version__
 
 if TYPE_CHECKING:
@@ -20,21 +21,29 @@ if TYPE_CHECKING:
     from lantern_hf.candidates import CandidateTree, LanternCandidateGenerator
     from lantern_hf.config import LanternConfig
     from lantern_hf.draft import LanternDraftConfig, LanternDraftModel
+    from lantern_hf.hub import CardDetails
+    from lantern_hf.images import decode_images, image_prompts
     from lantern_hf.models.configuration_llamagen import LlamaGenConfig
     from lantern_hf.models.llamagen import LlamaGenForConditionalGeneration
+    from lantern_hf.neighbor_cache import cached_neighbors
     from lantern_hf.neighbors import NeighborTable
     from lantern_hf.outputs import LanternGenerateOutput
     from lantern_hf.pipeline import LanternPipeline, LanternPipelineOutput, embedded_pipeline
     from lantern_hf.processors import ImageTokensLogitsProcessor, RelaxedAcceptanceLogitsProcessor
     from lantern_hf.stats import DecodingStats
     from lantern_hf.strategy import lantern_generate
+    from lantern_hf.targets import TargetAdapter, register_target
+    from lantern_hf.targets.emu3_layout import Emu3ImageLayout
+    from lantern_hf.transformers_pipeline import LanternTextToImagePipeline
     from lantern_hf.tree import TREES, DraftTree
 
 __all__ = [
     "TREES",
     "CandidateTree",
+    "CardDetails",
     "DecodingStats",
     "DraftTree",
+    "Emu3ImageLayout",
     "ImageTokensLogitsProcessor",
     "LanternCandidateGenerator",
     "LanternConfig",
@@ -43,16 +52,22 @@ __all__ = [
     "LanternGenerateOutput",
     "LanternPipeline",
     "LanternPipelineOutput",
+    "LanternTextToImagePipeline",
     "LlamaGenConfig",
     "LlamaGenForConditionalGeneration",
     "NeighborTable",
     "RelaxedAcceptanceLogitsProcessor",
+    "TargetAdapter",
     "__version__",
     "attach",
+    "cached_neighbors",
     "check_tree_support",
+    "decode_images",
     "detach",
     "embedded_pipeline",
+    "image_prompts",
     "lantern_generate",
+    "register_target",
 ]
 
 _MODULES = {
@@ -60,14 +75,20 @@ _MODULES = {
     "candidates": "CandidateTree LanternCandidateGenerator",
     "config": "LanternConfig",
     "draft": "LanternDraftConfig LanternDraftModel",
+    "hub": "CardDetails",
+    "images": "decode_images image_prompts",
     "models.configuration_llamagen": "LlamaGenConfig",
     "models.llamagen": "LlamaGenForConditionalGeneration",
+    "neighbor_cache": "cached_neighbors",
     "neighbors": "NeighborTable",
     "outputs": "LanternGenerateOutput",
     "pipeline": "LanternPipeline LanternPipelineOutput embedded_pipeline",
     "processors": "ImageTokensLogitsProcessor RelaxedAcceptanceLogitsProcessor",
     "stats": "DecodingStats",
     "strategy": "lantern_generate",
+    "targets": "TargetAdapter register_target",
+    "targets.emu3_layout": "Emu3ImageLayout",
+    "transformers_pipeline": "LanternTextToImagePipeline",
     "tree": "TREES DraftTree",
 }
 _HOME = {name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names.split()}
@@ -101,3 +122,4 @@ def __dir__() -> list[str]:
 
 
 sys.modules[__name__].__class__ = _LazyPackage
+register_task()

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 
+from lantern_hf._placement import wake
 from lantern_hf.cache import RaggedCache, check_cache, new_dynamic_cache
 from lantern_hf.candidates import CandidateTree
 from lantern_hf.config import LanternConfig
@@ -23,7 +24,7 @@ from lantern_hf.draft import LanternDraftModel
 from lantern_hf.neighbors import NeighborTable
 from lantern_hf.resolve import check_relaxation, load_head
 from lantern_hf.strategy import lantern_generate
-from lantern_hf.targets import adapter_for
+from lantern_hf.targets import TargetAdapter, adapter_class, adapter_for
 from lantern_hf.targets.attention import attention_argument, tree_attention
 from lantern_hf.tree import DraftTree
 
@@ -40,6 +41,7 @@ class _Attachment:
     lantern_config: LanternConfig | Mapping[str, Any] | None = None
     neighbors: NeighborTable | None = None
     default_on: bool = False
+    target_options: Mapping[str, Any] | None = None
     loaded: dict[str, LanternDraftModel] = field(default_factory=dict)
 
     def head(self, assistant: Any, model: PreTrainedModel) -> Any:
@@ -53,7 +55,7 @@ class _Attachment:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Attachment:
         """A copied model loads heads anew, since a head belongs to one target."""
-        return _Attachment(self.assistant, self.lantern_config, self.neighbors, self.default_on)
+        return _Attachment(self.assistant, self.lantern_config, self.neighbors, self.default_on, self.target_options)
 
 
 class LanternMixin:
@@ -68,6 +70,7 @@ class LanternMixin:
         generator: Any = None,
         streamer: Any = None,
         on_round: Any = None,
+        target_options: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> Any:
         """Generate with LANTERN++ if `assistant` or `lantern_config` is given or on by default, else as the model does.
@@ -80,6 +83,7 @@ class LanternMixin:
             generator: A `torch.Generator`, or one per row.
             streamer: As in transformers.
             on_round: As in `lantern_generate`.
+            target_options: As in `lantern_generate`. Default: the attached ones.
             **kwargs: As the model's own `generate`.
 
         Returns:
@@ -91,7 +95,12 @@ class LanternMixin:
         state: _Attachment = self.__dict__[_STATE]
         stock: Any = super()
         if assistant is None and lantern_config is None and not state.default_on:
-            extra = {"neighbors": neighbors, "generator": generator, "on_round": on_round}
+            extra = {
+                "neighbors": neighbors,
+                "generator": generator,
+                "on_round": on_round,
+                "target_options": target_options,
+            }
             if unused := [name for name, value in extra.items() if value is not None]:
                 raise ValueError(
                     f"{', '.join(f'`{name}`' for name in unused)} belongs to LANTERN decoding, which this call does "
@@ -106,17 +115,22 @@ class LanternMixin:
                 "`lantern_config` was given, but no draft head is attached. Pass `assistant=`, or attach one: "
                 "lantern_hf.attach(model, assistant=head)."
             )
-        return stock.generate(
-            *args,
-            custom_generate=lantern_generate,
-            assistant=head,
-            lantern_config=state.lantern_config if lantern_config is None else lantern_config,
-            neighbors=state.neighbors if neighbors is None else neighbors,
-            generator=generator,
-            lantern_streamer=streamer,
-            on_round=on_round,
-            **kwargs,
-        )
+        options = state.target_options if target_options is None else target_options
+        kwargs |= {
+            "custom_generate": lantern_generate,
+            "assistant": head,
+            "lantern_config": state.lantern_config if lantern_config is None else lantern_config,
+            "neighbors": state.neighbors if neighbors is None else neighbors,
+            "generator": generator,
+            "lantern_streamer": streamer,
+            "on_round": on_round,
+            "target_options": options,
+        }
+        family = adapter_class(self, (options or {}).get("family"))  # type: ignore[arg-type]
+        arguments = family.generate_arguments(self, args, kwargs)
+        if arguments is None:
+            return stock.generate(*args, **kwargs)
+        return GenerationMixin.generate(self, **arguments)  # type: ignore[arg-type]
 
 
 @cache
@@ -151,24 +165,29 @@ def attach(
     default_on: bool = False,
     *,
     neighbors: NeighborTable | None = None,
+    target_options: Mapping[str, Any] | None = None,
 ) -> PreTrainedModel:
     """Let `model.generate` decode with LANTERN++.
 
     Args:
         model: Any supported transformers model, already on its devices. It is changed in place, and only in its class.
+            Of a model wrapped by PEFT, `torch.compile` or for several processes the inner one is.
         assistant: Default draft head, its folder or Hub id; loaded next to the model's last layer.
         lantern_config: Default settings.
         default_on: Decode every call with LANTERN++, also those that name neither `assistant` nor `lantern_config`. For
             pipelines that call `generate` themselves.
         neighbors: Default neighbour table.
+        target_options: Default options of the target's adapter, as in `lantern_generate`.
 
     Returns:
-        The model itself.
+        `model` itself.
 
     Raises:
+        TypeError: `model` is no transformers model, nor wraps one.
         ValueError: The model cannot score a tree, the head does not fit, `generate` was replaced on the instance, or
             `default_on` has no head.
     """
+    given, model = model, _unwrap(model)
     if "generate" in model.__dict__:
         raise ValueError(
             f"`generate` of this {type(model).__name__} was replaced on the instance by another library, which would "
@@ -177,9 +196,10 @@ def attach(
         )
     if default_on and assistant is None:
         raise ValueError("`default_on=True` needs `assistant`. Pass a draft head, its folder or its Hub id.")
-    _check_fit(model, assistant, lantern_config, neighbors)
+    options = dict(target_options or {})
+    _check_fit(adapter_for(model, **options), assistant, lantern_config, neighbors)
     check_tree_support(model)
-    state = _Attachment(assistant, lantern_config, neighbors, default_on)
+    state = _Attachment(assistant, lantern_config, neighbors, default_on, options)
     if isinstance(assistant, LanternDraftModel):
         assistant.bind(model)
     else:
@@ -187,14 +207,33 @@ def attach(
     if not isinstance(model, LanternMixin):
         model.__class__ = _attached_class(type(model))  # type: ignore[arg-type]
     model.__dict__[_STATE] = state
+    return given
+
+
+def _unwrap(model: Any) -> PreTrainedModel:
+    """The transformers model inside a wrapper: PEFT's, torch.compile's, or one for several processes."""
+    while not isinstance(model, PreTrainedModel):
+        config = getattr(model, "active_peft_config", None)
+        if getattr(config, "is_prompt_learning", False):
+            raise ValueError(
+                f"{type(config).__name__} puts learned tokens before the prompt inside PEFT's own `generate`, where "
+                "the draft head cannot read them. Use an adapter of the weights, such as LoRA."
+            )
+        parts = model._modules if isinstance(model, torch.nn.Module) else {}
+        inner = model.get_base_model() if config is not None else parts.get("_orig_mod", parts.get("module"))
+        if inner is None:
+            raise TypeError(
+                f"`model` must be a transformers model, got {type(model).__name__}. Pass the one whose `generate` you "
+                "call."
+            )
+        model = inner
     return model
 
 
 def _check_fit(
-    model: PreTrainedModel, assistant: Any, lantern_config: LanternConfig | Mapping[str, Any] | None, neighbors: Any
+    adapter: TargetAdapter, assistant: Any, lantern_config: LanternConfig | Mapping[str, Any] | None, neighbors: Any
 ) -> None:
     """Refuse defaults that no call could use: relaxing a text model, or a table over another codebook."""
-    adapter = adapter_for(model)
     config = LanternConfig.strict() if lantern_config is None else LanternConfig.resolve(lantern_config)
     check_relaxation(config, neighbors, adapter)
     table = neighbors if neighbors is not None else getattr(assistant, "neighbors", None)
@@ -205,9 +244,10 @@ def _check_fit(
 
 def detach(model: PreTrainedModel) -> PreTrainedModel:
     """Give a model its own `generate` back; a model that is not attached is returned as it is."""
-    if isinstance(model, LanternMixin):
-        model.__class__ = type(model).__mro__[2]
-        model.__dict__.pop(_STATE, None)
+    inner = _unwrap(model)
+    if isinstance(inner, LanternMixin):
+        inner.__class__ = type(inner).__mro__[2]
+        inner.__dict__.pop(_STATE, None)
     return model
 
 
@@ -218,11 +258,13 @@ def check_tree_support(model: PreTrainedModel, tolerance: float | None = None) -
     Args:
         model: The model.
         tolerance: Largest difference of the last hidden states, relative to their size; by default 1e-3 in float32 and
-            0.1 in half precision, where kernels of different shapes round differently.
+            0.1 in half precision or quantised, where passes over more or fewer tokens round differently.
 
     Raises:
         ValueError: No family serves the model, or its tree pass differs.
     """
+    model = _unwrap(model)
+    wake(model)
     adapter = adapter_for(model)
     device = adapter.device
     top = min(adapter.vocab_size, getattr(model.config, "codebook_size", adapter.vocab_size))
@@ -237,13 +279,24 @@ def check_tree_support(model: PreTrainedModel, tolerance: float | None = None) -
     expected = torch.stack([plain[0][:, 1], plain[1][:, 1]], dim=1)
     difference = ((tree[:, 1:] - expected).abs().max() / expected.abs().max().clamp_min(1e-6)).item()
     if tolerance is None:
-        tolerance = 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.1
+        exact = model.dtype in (torch.float32, torch.float64) and not _is_quantized(model)
+        tolerance = 1e-3 if exact else 0.1
     if not difference <= tolerance:
         raise ValueError(
             f"{type(model).__name__} does not score a tree as it scores sequences: hidden states differ by "
             f"{difference:.2g} of their size, allowed is {tolerance:.2g}. Its attention ({attention}) ignores the tree "
             "mask or the positions; try model.set_attn_implementation('sdpa')."
         )
+
+
+def _is_quantized(model: PreTrainedModel) -> bool:
+    """Whether transformers, torchao or torch.ao has quantised the model."""
+    if getattr(model, "hf_quantizer", None) is not None:
+        return True
+    layers = (type(module).__module__ for module in model.modules())
+    return any(name.startswith("torch.ao.nn") for name in layers) or any(
+        type(parameter.data) is not Tensor for parameter in model.parameters()
+    )
 
 
 def _probe(adapter: Any, prefix: Tensor, nodes: Tensor, tree: DraftTree, attention: str) -> Tensor:

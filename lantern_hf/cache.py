@@ -7,16 +7,21 @@ moves what each row keeps down to its own length, so that rows need no holes and
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache, StaticLayer
+from transformers.masking_utils import create_causal_mask
 
 from lantern_hf._host import on_device
 
-CACHE_KEYWORD = "cache"
-"""Keyword of model forwards and of `generate` that takes the cache (`past_key_values` before transformers 5.24)."""
+CACHE_KEYWORD = "cache" if "cache" in signature(create_causal_mask).parameters else "past_key_values"
+"""Keyword of model forwards and of `generate` that takes the cache, and field of outputs that holds it.
+
+`past_key_values` before transformers 5.24.
+"""
 
 
 def check_cache(cache: Cache) -> None:
@@ -64,6 +69,9 @@ class RaggedCache:
         self.lengths = torch.full((rows,), width, device=device)
         self._padding = None if padding is None or not bool(padding.any()) else padding.to(device)
         self._host_lengths = [width] * rows
+        # Masks, `(rows, 1, nodes, slots)`: slots below `_settled` never change again, none from `_written` on was used.
+        self._buffer = torch.zeros(0, 1, 0, 0, dtype=torch.bool, device=device)
+        self._settled = self._written = 0
 
     @property
     def is_uniform(self) -> bool:
@@ -79,6 +87,9 @@ class RaggedCache:
     def tree_mask(self, new_mask: Tensor) -> Tensor | None:
         """Say which slots new nodes may attend to: all that their row has kept, and newer ones as `new_mask` allows.
 
+        Every mask is a window of one buffer, in which a call writes the slots that are new since the last one: its work
+        grows with the tree, not with the sequence. A mask therefore holds until the next call.
+
         Args:
             new_mask: Bool, `(N, M)` for all rows or `(R, N, M)`: which of the M slots after the kept ones each of the N
                 new nodes attends to. M is N, or more when nodes of the same tree were written before.
@@ -86,21 +97,37 @@ class RaggedCache:
         Returns:
             `(R or 1, 1, N, total)` bool; None when a single new node may see everything there is.
         """
-        new = new_mask.shape[-2]
-        if new_mask.shape[-1] == 1 and self.is_uniform and self.total is None:
+        nodes, slots = new_mask.shape[-2:]
+        if slots == 1 and self.is_uniform and self.total is None:
             return None
         rows = 1 if self.is_uniform and new_mask.ndim == 2 else len(self._host_lengths)
-        old = self._valid_slots()[:rows, None].expand(-1, new, -1)
-        mask = torch.cat([old, new_mask.expand(rows, -1, -1)], dim=-1)
-        if self.total is not None:
-            mask = torch.nn.functional.pad(mask, (0, self.total - mask.shape[-1]))
-        return mask[:, None]
+        end, total = self.width + slots, self.total
+        if not self.width:  # a prompt, whose mask is large and needed once
+            mask = new_mask.expand(rows, -1, -1)[:, None]
+            return mask if total is None else torch.nn.functional.pad(mask, (0, total - end))
+        self._refresh_buffer(rows, nodes, end if total is None else total)
+        window = self._buffer[:rows, :, :nodes, : end if total is None else total]
+        window[:, 0, :, self.width : end] = new_mask
+        window[..., end : self._written] = False  # a larger tree may have stood there; a dynamic cache ends before it
+        self._written = max(self._written, end)
+        return window
 
-    def _valid_slots(self) -> Tensor:
-        """`(R, width)` bool, True for the slots a row has kept."""
-        valid = torch.arange(self.width, device=self.lengths.device) < self.lengths[:, None]
+    def _refresh_buffer(self, rows: int, nodes: int, slots: int) -> None:
+        """Make room for a mask, and write which slots were kept since the last one."""
+        held = self._buffer.shape
+        if rows > held[0] or nodes > held[2] or slots > held[3]:
+            wanted = held[3] if slots <= held[3] else slots if self.total is not None else 2 * slots
+            shape = (max(rows, held[0]), 1, max(nodes, held[2]), wanted)
+            self._buffer, self._settled = torch.zeros(shape, dtype=torch.bool, device=self.lengths.device), 0
+        kept = self._valid_slots(self._settled)[: len(self._buffer)]
+        self._buffer[:, 0, :, self._settled : self.width] = kept[:, None]
+        self._settled = min(self._host_lengths)  # from there on a shorter row may still gain a slot
+
+    def _valid_slots(self, first: int) -> Tensor:
+        """`(R, width - first)` bool, True for the slots a row has kept, from the slot `first` on."""
+        valid = torch.arange(first, self.width, device=self.lengths.device) < self.lengths[:, None]
         if self._padding is not None:
-            padding = self._padding[:, : self.width]
+            padding = self._padding[:, first : self.width]
             valid[:, : padding.shape[1]] &= ~padding
         return valid
 

@@ -16,8 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.logits_process import LogitsProcessorList
+from transformers.utils import logging
 
 from lantern_hf._host import on_device
+from lantern_hf._placement import execution_device, last_layer_device
 from lantern_hf.cache import RaggedCache, new_dynamic_cache
 from lantern_hf.draft import POSITION_OFFSET, LanternDraftModel
 from lantern_hf.processors import NodeProcessors, guide
@@ -25,6 +27,8 @@ from lantern_hf.sampling import Draws
 from lantern_hf.sequences import Sequences
 from lantern_hf.targets import TargetAdapter, adapter_for
 from lantern_hf.tree import DraftTree, get_tree
+
+logger = logging.get_logger(__name__)
 
 _EXCLUDED = torch.finfo(torch.float32).min / 1e3
 """Scores up to this are those of excluded tokens: minus infinity, or the dtype's minimum after some arithmetic."""
@@ -139,12 +143,14 @@ class LanternCandidateGenerator(CandidateTree):
             assistant.bind(model)
         self.assistant, self.adapter = assistant, adapter or adapter_for(model)
         self.tree, levels = _plan(get_tree(tree))
-        self._device = assistant.device
+        self._device = execution_device(assistant)
+        _check_place(self._device, last_layer_device(model))
         self._levels = [level.to(self._device) for level in levels]
         self._processors = NodeProcessors(
             LogitsProcessorList() if logits_processor is None else logits_processor,
             self.adapter.vocab_size,
             self.adapter.columns,
+            self.adapter,
         )
         self._scale, self._do_sample, self._draws = guidance_scale, do_sample, draws
         self._cache: RaggedCache | None = None
@@ -165,7 +171,8 @@ class LanternCandidateGenerator(CandidateTree):
                 target has not read yet.
             model_kwargs: `position_ids` `(R, A)` of the tokens the target has read since the last call (the whole
                 prompt on the first); on the first call also, optionally, `attention_mask` `(R, S)`, `prompt_embeds`
-                `(R, S, H)`, and always optional `sequences`, the rows as `Sequences`. R is B, or 2B under guidance.
+                `(R, S, H)`, and always optional `sequences`, the rows as `Sequences`, and `image_offset` `(B,)`, the
+                tokens that the image of each row has, root included. R is B, or 2B under guidance.
             model_outputs: `hidden_states[-1]` holds the target's states of those tokens, `(R, A, H)`.
             is_first_iteration: Whether a new prompt starts.
             n_last_matches: Drafted tokens of each row that were accepted last time; A is their maximum + 1.
@@ -187,7 +194,10 @@ class LanternCandidateGenerator(CandidateTree):
         draws = self._draws or Draws(None, len(input_ids), self._device)
         counts = [hidden.shape[1]] * len(hidden) if is_first_iteration else _counts(n_last_matches, len(hidden))
         features, positions = self._read(input_ids, hidden, counts, model_kwargs, is_first_iteration)
-        columns, scores = self._grow(sequences, features, positions, draws)
+        offset = model_kwargs.get("image_offset")
+        if offset is None:
+            offset = self.adapter.start(input_ids)
+        columns, scores = self._grow(sequences, features, positions, offset.to(self._device), draws)
         candidates = self.adapter.token_ids(columns[:, 1:])
         return torch.cat([input_ids, candidates.to(input_ids.device)], dim=1), scores
 
@@ -196,6 +206,7 @@ class LanternCandidateGenerator(CandidateTree):
     ) -> tuple[Tensor, Tensor]:
         """Let the head read what was committed; give its output at the root `(R, H)` and the root's position `(R,)`."""
         rows, width, _ = hidden.shape
+        self._target_dtype = hidden.dtype
         first_column = input_ids.shape[1] - on_device(counts, input_ids.device)[:, None]
         # Entry j of a row holds the token after its j-th new state. Past the row's count, and before its first token
         # where the unconditional prompt is the longer one, anything will do.
@@ -241,18 +252,24 @@ class LanternCandidateGenerator(CandidateTree):
         )
         return output.last_hidden_state
 
-    def _grow(self, sequences: Sequences, features: Tensor, positions: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
+    def _grow(
+        self, sequences: Sequences, features: Tensor, positions: Tensor, offset: Tensor, draws: Draws
+    ) -> tuple[Tensor, Tensor]:
         """Draw the nodes level by level: columns of all nodes `(B, N)` and scores of the inner ones `(B, I, C)`."""
         batch = sequences.num_rows
         columns = torch.zeros(batch, self.tree.num_nodes, dtype=torch.long, device=self._device)
-        level_features = features[:, None]
+        level_features, offsets = features[:, None], offset[:, None]
         all_scores: list[Tensor] = []
         for depth, level in enumerate(self._levels):
             if depth:
                 level_features = self._descend(level, columns, level_features, positions + depth)
-            logits = guide(self.adapter.logits(level_features).to(self._device), self._scale)
+                offsets = self.adapter.advance(
+                    offsets[:, level.parents], self.adapter.token_ids(columns[:, level.nodes])
+                )
+            logits = self.adapter.logits(level_features.to(self._target_dtype)).to(self._device)
+            logits = guide(logits, self._scale)
             suffixes = (self.adapter.token_ids(columns[:, path]) for path in level.paths)
-            scores = self._processors.nodes(sequences, suffixes, logits)
+            scores = self._processors.nodes(sequences, suffixes, logits, offsets)
             drawn = self._draw(scores.float(), level.width, draws)
             columns[:, level.children] = drawn.flatten(1)[:, level.drawn]
             all_scores.append(scores)
@@ -284,6 +301,15 @@ class LanternCandidateGenerator(CandidateTree):
         missing = count - possible
         ids, drawn = F.pad(ids, (0, missing)), F.pad(drawn, (0, missing))
         return torch.where(drawn, ids, ids[..., :1])
+
+
+def _check_place(head: torch.device, target: torch.device) -> None:
+    """Warn of a head on another kind of device than its target: it works, but waits for a transfer at every depth."""
+    if head.type != target.type:
+        logger.warning_once(
+            f"The draft head is on {head} and the target's last layer on {target}. Drafting will be slow; move the "
+            "head with `head.place(model)`."
+        )
 
 
 def _counts(matches: Sequence[int] | int, rows: int) -> list[int]:

@@ -5,9 +5,7 @@ lm head turns the guess into q. It has neither embedding nor lm head; the caller
 run, to save, and to which target it belongs; it does not know trees, sampling or images.
 """
 
-import os
 import weakref
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,10 +13,12 @@ from torch import Tensor, nn
 from transformers import AutoModel, Cache, PreTrainedModel
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutput
-from transformers.utils import cached_file
 
+from lantern_hf._placement import last_layer_device
 from lantern_hf.draft_config import GEOMETRY_FIELDS, LanternDraftConfig, head_config_from, target_geometry
+from lantern_hf.draft_files import DraftFilesMixin
 from lantern_hf.draft_layers import DraftLayer, rotary_table
+from lantern_hf.head_files import NEIGHBORS_FILE
 from lantern_hf.neighbors import NeighborTable
 
 __all__ = [
@@ -30,16 +30,12 @@ __all__ = [
     "target_geometry",
 ]
 
-# The neighbour table of a head lies beside its weights; a repository without it is a head without a table.
-NEIGHBORS_FILE = "neighbors.safetensors"
-_HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
-
 # The head's entry for target position t carries token t + 1, and takes its position.
 POSITION_OFFSET = 1
 _FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-class LanternDraftModel(PreTrainedModel):
+class LanternDraftModel(DraftFilesMixin, PreTrainedModel):
     """Draft head of a target model.
 
     **Entries and positions.** Let the target have read tokens x_0 .. x_n and given hidden states h_0 .. h_n (after its
@@ -113,80 +109,6 @@ class LanternDraftModel(PreTrainedModel):
         head = cls(head_config_from(target.config, **overrides))
         return head.place(target, dtype=dtype, device=device).eval().bind(target)
 
-    @classmethod
-    def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
-        """Load a head and its table as `PreTrainedModel.from_pretrained` does, but refuse what does not fit.
-
-        Args:
-            *args: As in transformers.
-            output_loading_info: Return `(head, info)`.
-            **kwargs: As in transformers.
-
-        Returns:
-            The head, not bound to a target.
-
-        Raises:
-            ValueError: Weights are missing, unknown or of another shape (transformers would only log that), or the
-                neighbour table is of another codebook.
-        """
-        load: Any = super().from_pretrained
-        head, info = load(*args, output_loading_info=True, **kwargs)
-        kinds = ("missing_keys", "unexpected_keys", "mismatched_keys")
-        if problems := {kind: sorted(info[kind]) for kind in kinds if info[kind]}:
-            raise ValueError(
-                f"The weights of this draft head do not fit its config: {problems}. "
-                "The files are incomplete or of another format; save the head again with `save_pretrained`."
-            )
-        where = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
-        if commit := getattr(head.config, "_commit_hash", None):  # the table of the very revision the weights are of
-            where["revision"] = commit
-        name = args[0] if args else kwargs["pretrained_model_name_or_path"]
-        path = None if name is None else _find_neighbors(name, **where)
-        head.neighbors = None if path is None else NeighborTable.load(path)
-        head._check_neighbors()
-        return (head, info) if output_loading_info else head
-
-    def save_pretrained(  # type: ignore[override]  # the rest of its arguments are in **kwargs
-        self,
-        save_directory: str | os.PathLike[str],
-        is_main_process: bool = True,
-        *,
-        push_to_hub: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        """Save as `PreTrainedModel.save_pretrained` does, and the neighbour table beside the weights.
-
-        Args:
-            save_directory: Folder to write.
-            is_main_process: Whether this process writes.
-            push_to_hub: Push the folder afterwards, to `repo_id` or a repository named like the folder.
-            **kwargs: As in transformers.
-
-        Raises:
-            ValueError: The neighbour table is of another codebook.
-        """
-        self._check_neighbors()
-        names = ("repo_id", "commit_message", "private", "create_pr")
-        upload = {name: kwargs.pop(name) for name in names if name in kwargs}
-        super().save_pretrained(save_directory, is_main_process, **kwargs)
-        file = Path(save_directory) / NEIGHBORS_FILE
-        if is_main_process and self.neighbors is not None:
-            self.neighbors.save(file)
-        elif is_main_process:  # a table that an earlier save left there belongs to another head
-            file.unlink(missing_ok=True)
-        if push_to_hub and is_main_process:  # here, since transformers uploads before the table is written
-            repo_id = upload.pop("repo_id", Path(save_directory).name)
-            self.push_to_hub(repo_id, token=kwargs.get("token"), **upload)
-
-    def _check_neighbors(self) -> None:
-        """Refuse a neighbour table of another codebook."""
-        table, size = self.neighbors, self.config.codebook_size
-        if table is not None and size is not None and table.num_codes != size:
-            raise ValueError(
-                f"`neighbors` covers {table.num_codes} codes, but this head drafts from a codebook of {size}. "
-                "Build a table from the target's codebook: NeighborTable.from_codebook(codebook, k)."
-            )
-
     def place(self, target: PreTrainedModel, *, dtype: Any = None, device: Any = None) -> "LanternDraftModel":
         """Move the head next to a target's last decoder layer, and to its dtype.
 
@@ -202,7 +124,7 @@ class LanternDraftModel(PreTrainedModel):
         if dtype is None or dtype == "auto":
             dtype = target.dtype if target.dtype in _FLOAT_DTYPES else torch.bfloat16
         # nn.Module's own: transformers wraps `to` for quantised models, which a head never is, and loses its type
-        nn.Module.to(self, device=_last_layer_device(target) if device is None else device, dtype=dtype)
+        nn.Module.to(self, device=last_layer_device(target) if device is None else device, dtype=dtype)
         return self
 
     @property
@@ -293,11 +215,6 @@ class LanternDraftModel(PreTrainedModel):
         return mask.to(states.dtype).clamp(min=lowest)
 
 
-def _find_neighbors(name: str | os.PathLike[str], **kwargs: Any) -> str | None:
-    """Give the path of a saved head's neighbour table, downloaded if need be; None when it has none."""
-    return cached_file(os.fspath(name), NEIGHBORS_FILE, _raise_exceptions_for_missing_entries=False, **kwargs)
-
-
 class _TargetRef:
     """A weak reference to the target that survives copying and is left out of pickles."""
 
@@ -312,18 +229,6 @@ class _TargetRef:
 
     def __reduce__(self) -> tuple[type["_TargetRef"], tuple[()]]:
         return _TargetRef, ()
-
-
-def _last_layer_device(target: PreTrainedModel) -> torch.device:
-    """Give the device that runs the target's last decoder layer, also under accelerate's offload."""
-    layers = getattr(target.get_decoder(), "layers", None)
-    module = layers[-1] if layers is not None else target
-    for part in module.modules():
-        # offloaded weights are on "meta" between calls; the hook knows where they run
-        device = getattr(getattr(part, "_hf_hook", None), "execution_device", None)
-        if device is not None:
-            return torch.device(device)
-    return next(module.parameters()).device
 
 
 AutoModel.register(LanternDraftConfig, LanternDraftModel, exist_ok=True)

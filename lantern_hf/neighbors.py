@@ -8,20 +8,26 @@ from __future__ import annotations
 import copy
 import hashlib
 import os
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from lantern_hf._nearest import nearest_rows
+
 __all__ = ["METRICS", "NeighborTable", "codebook_hash"]
 
 METRICS = ("l2", "cosine")
 """Distances a table can be built with."""
 
-_CHUNK_ELEMENTS = 2**23  # distances held at a time: 64 MiB in float64, and a few copies of it
+MAX_TABLE_BYTES = 2**28
+"""Largest table that is read from a file: k = 8192 for 16384 codes."""
+
 _FORMAT = "lantern_hf.neighbors/1"
 _HASH_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -55,7 +61,8 @@ class NeighborTable:
         Args:
             codebook: `(K, C)` floating point, finite.
             k: Neighbours per entry, in [1, K - 1].
-            metric: `"l2"`, or `"cosine"` for the angle between entries.
+            metric: `"l2"`, or `"cosine"` for the angle between entries: the same order as L2 between entries of length
+                1, and so the one for models that normalise their codebook at lookup (LlamaGen, Janus, GLM-Image).
 
         Returns:
             The table, on the codebook's device. Memory is bounded by chunks of rows, whatever K is.
@@ -63,16 +70,12 @@ class NeighborTable:
         Raises:
             ValueError: The codebook is not a finite floating-point matrix, or `k` or `metric` is not allowed.
         """
-        _check_codebook(codebook, k, metric)
+        check_codebook(codebook, k, metric)
         # Half the accelerators lack float64 (MPS): there the CPU does the work.
         points = (codebook.detach().cpu() if codebook.device.type == "mps" else codebook.detach()).double()
         if metric == "cosine":
             points = points / points.norm(dim=1, keepdim=True).clamp_min(torch.finfo(points.dtype).tiny)
-        step = max(1, _CHUNK_ELEMENTS // len(points))
-        chunks = [
-            _nearest_rows(points, start, min(start + step, len(points)), k) for start in range(0, len(points), step)
-        ]
-        return cls(torch.cat(chunks).to(codebook.device), metric=metric, hashes=_hashes(codebook))
+        return cls(nearest_rows(points, k).to(codebook.device), metric=metric, hashes=_hashes(codebook))
 
     @property
     def num_codes(self) -> int:
@@ -142,44 +145,56 @@ class NeighborTable:
         indices = self.indices.cpu().contiguous()
         metadata = {"format": _FORMAT, "metric": self.metric, "k": str(self.k), "num_codes": str(self.num_codes)}
         metadata |= {f"codebook_sha256_{name}": value for name, value in self.hashes.items()}
-        temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+        # uint16 halves the file and holds every id of a codebook of up to 65,536 entries.
+        indices = indices.to(torch.uint16) if self.num_codes <= 2**16 else indices
+        metadata["indices_sha256"] = _digest(indices)
+        # Of this call alone: two threads, or two machines on one file system, may write the same table.
+        temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
         try:
-            # uint16 halves the file and holds every id of a codebook of up to 65,536 entries.
-            save_file(
-                {"indices": indices.to(torch.uint16) if self.num_codes <= 2**16 else indices}, temporary, metadata
-            )
+            save_file({"indices": indices}, temporary, metadata)
+            with open(temporary, "rb") as file:
+                os.fsync(file.fileno())
             os.replace(temporary, target)
         finally:
             temporary.unlink(missing_ok=True)
         return target
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> NeighborTable:
+    def load(cls, path: str | os.PathLike[str], *, num_codes: int | None = None) -> NeighborTable:
         """Read and check a table that `save` wrote, onto the CPU.
+
+        The header is checked first: nothing is allocated for a file that is no table.
+
+        Args:
+            path: The file.
+            num_codes: Entries of the codebook it must be of. None: any.
 
         Raises:
             FileNotFoundError: There is no such file.
-            ValueError: It is not a neighbour table, or its content is damaged.
+            ValueError: It is not a neighbour table, one of another codebook, too large, or its content is damaged.
         """
+        if os.path.getsize(path) > MAX_TABLE_BYTES:
+            raise ValueError(
+                f"{path} has {os.path.getsize(path):,} bytes, where at most {MAX_TABLE_BYTES:,} make sense for a "
+                "neighbor table. It was not loaded."
+            )
         try:
             with safe_open(os.fspath(path), framework="pt") as file:
                 metadata = file.metadata() or {}
-                indices = file.get_tensor("indices") if "indices" in file.keys() else None  # noqa: SIM118
+                _check_header(path, file, metadata, num_codes)
+                indices = file.get_tensor("indices")
         except SafetensorError as error:
             raise ValueError(f"{path} is not a safetensors file: {error}. Write it with NeighborTable.save.") from error
-        if metadata.get("format") != _FORMAT or indices is None or indices.dtype not in (torch.uint16, torch.int32):
-            raise ValueError(
-                f"{path} is not a neighbor table: format {metadata.get('format')!r}, expected {_FORMAT!r} "
-                "with a uint16 or int32 tensor `indices`. Write it with NeighborTable.save."
-            )
         prefix = "codebook_sha256_"
         hashes = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
         table = cls(indices.to(torch.int32), metric=metadata.get("metric", "l2"), hashes=hashes)
         if (metadata.get("k"), metadata.get("num_codes")) != (str(table.k), str(table.num_codes)):
             raise ValueError(
                 f"{path} is damaged: it holds {table.num_codes} x {table.k} indices but says "
-                f"{metadata.get('num_codes')} x {metadata.get('k')}. Build it again with NeighborTable.from_codebook."
+                f"{str(metadata.get('num_codes'))[:20]} x {str(metadata.get('k'))[:20]}. "
+                "Build it again with NeighborTable.from_codebook."
             )
+        _check_digest(path, metadata, indices)
         return table
 
     def _with(self, indices: Tensor) -> NeighborTable:
@@ -190,6 +205,24 @@ class NeighborTable:
 
     def __repr__(self) -> str:
         return f"NeighborTable({self.num_codes} codes, k={self.k}, metric={self.metric!r}, device={str(self.device)!r})"
+
+
+def _check_header(path: Any, file: Any, metadata: Mapping[str, str], num_codes: int | None) -> None:
+    """Refuse a file whose header is not that of a table."""
+    part: Any = file.get_slice("indices") if list(file.keys()) == ["indices"] else None
+    shape = [] if part is None else list(part.get_shape())
+    if metadata.get("format") != _FORMAT or len(shape) != 2 or part.get_dtype() not in ("U16", "I32"):
+        raise ValueError(
+            f"{path} is not a neighbor table: format {str(metadata.get('format'))[:80]!r}, expected {_FORMAT!r} "
+            "with a uint16 or int32 tensor `indices` (K, k) and nothing else. Write it with NeighborTable.save."
+        )
+    if metadata.get("metric", "l2") not in METRICS:
+        raise ValueError(f"{path} is damaged: it names the metric {metadata['metric'][:20]!r}, not one of {METRICS}.")
+    if num_codes is not None and shape[0] != num_codes:
+        raise ValueError(
+            f"{path} covers {shape[0]} codes, but this head drafts from a codebook of {num_codes}. "
+            "Build a table from the target's codebook: NeighborTable.from_codebook(codebook, k)."
+        )
 
 
 def codebook_hash(codebook: Tensor) -> str:
@@ -209,6 +242,20 @@ def _hashes(codebook: Tensor) -> dict[str, str]:
     return {str(dtype).removeprefix("torch."): _hash_as(codebook, dtype) for dtype in _HASH_DTYPES}
 
 
+def _digest(indices: Tensor) -> str:
+    """Hash indices as they are stored."""
+    return hashlib.sha256(indices.contiguous().numpy().tobytes()).hexdigest()
+
+
+def _check_digest(path: str | os.PathLike[str], metadata: Mapping[str, str], indices: Tensor) -> None:
+    """Refuse indices that are not those that were written; older files do not say."""
+    if metadata.get("indices_sha256", digest := _digest(indices)) != digest:
+        raise ValueError(
+            f"{path} is damaged: its indices are not those that were written. Build it again with "
+            "NeighborTable.from_codebook."
+        )
+
+
 def _hash_as(codebook: Tensor, dtype: torch.dtype) -> str:
     """Hash the shape and the values rounded to `dtype`."""
     # Adding 0 turns -0.0 into 0.0: equal values, equal bytes.
@@ -216,23 +263,12 @@ def _hash_as(codebook: Tensor, dtype: torch.dtype) -> str:
     return hashlib.sha256(f"{tuple(values.shape)}".encode() + values.numpy().tobytes()).hexdigest()
 
 
-def _nearest_rows(points: Tensor, start: int, stop: int, k: int) -> Tensor:
-    """Indices `(stop - start, k)` of the nearest points to the points of one chunk."""
-    # The matrix-product form of cdist cancels near zero and depends on the chunk; this form is exact per pair.
-    distances = torch.cdist(points[start:stop], points, compute_mode="donot_use_mm_for_euclid_dist")
-    # Bits of a non-negative float sort like the float. Its last bits make room for the index, so that every key differs
-    # and equal distances (to 1 part in 2**36 or so) come in the order of the index.
-    bits = (len(points) - 1).bit_length()
-    keys = distances.view(torch.int64).bitwise_right_shift_(bits).bitwise_left_shift_(bits)
-    keys += torch.arange(len(points), device=points.device)
-    rows = torch.arange(stop - start, device=points.device)
-    keys[rows, rows + start] = torch.iinfo(torch.int64).max
-    nearest = keys.topk(k, dim=1, largest=False, sorted=True).values
-    return (nearest & ((1 << bits) - 1)).to(torch.int32)
+def check_codebook(codebook: Tensor, k: int, metric: str) -> None:
+    """Check what `NeighborTable.from_codebook` takes.
 
-
-def _check_codebook(codebook: Tensor, k: int, metric: str) -> None:
-    """Check what `from_codebook` takes."""
+    Raises:
+        ValueError: As there.
+    """
     if codebook.dim() != 2 or not codebook.is_floating_point() or len(codebook) < 2:
         raise ValueError(
             f"`codebook` must be a floating-point matrix of at least 2 entries (K, C), got {codebook.dtype} of shape "

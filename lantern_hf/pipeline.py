@@ -29,14 +29,16 @@ from lantern_hf._pipeline_checks import (
     check_parts,
     check_sampling,
 )
+from lantern_hf._pipeline_hub import PipelineHubMixin
 from lantern_hf._pipeline_progress import DecodingProgress
 from lantern_hf._pipeline_prompts import check_lengths, class_ids, encode_prompts, prompt_list
+from lantern_hf._placement import read_weight
 from lantern_hf.assets import embedded_model_path
 from lantern_hf.config import LanternConfig
 from lantern_hf.draft import LanternDraftModel
-from lantern_hf.hub import download_pipeline
 from lantern_hf.models.llamagen import LlamaGenForConditionalGeneration
 from lantern_hf.models.vq import decode_codes
+from lantern_hf.neighbor_cache import cached_neighbors
 from lantern_hf.neighbors import NeighborTable
 from lantern_hf.outputs import LanternGenerateOutput
 from lantern_hf.stats import DecodingStats
@@ -60,7 +62,7 @@ class LanternPipelineOutput(ImagePipelineOutput):
     codes: Tensor | None = None
 
 
-class LanternPipeline(DiffusionPipeline):
+class LanternPipeline(PipelineHubMixin, DiffusionPipeline):
     """Text (or class) to image with a LlamaGen transformer, several tokens a pass.
 
     Args:
@@ -117,25 +119,6 @@ class LanternPipeline(DiffusionPipeline):
         )
         self.register_to_config(guidance_scale=guidance_scale, top_k=top_k)
         self.image_processor = VaeImageProcessor(do_resize=False)
-
-    @classmethod
-    def download(cls, pretrained_model_name: str, **kwargs: Any) -> str:
-        """Download a pipeline into the cache; `from_pretrained` calls this for a Hub id.
-
-        diffusers' own refuses components of another library, and would leave out the neighbour table.
-
-        Args:
-            pretrained_model_name: Hub id.
-            **kwargs: As in diffusers; components that are passed are not downloaded.
-
-        Returns:
-            The folder.
-
-        Raises:
-            OSError: The repository is missing, out of reach, or holds no pipeline.
-        """
-        parts = cls._get_signature_keys(cls)[0] - kwargs.keys()
-        return download_pipeline(pretrained_model_name, parts, cls.config_name, **kwargs)
 
     @torch.no_grad()
     def __call__(
@@ -322,8 +305,8 @@ class LanternPipeline(DiffusionPipeline):
             return None
         assert self.draft_head is not None
         table = self.draft_head.neighbors
-        codebook = self.vq_model.quantize.embedding.weight
-        if table is not None and not codebook.is_meta:  # offloaded weights cannot be compared
+        codebook = read_weight(self.vq_model.quantize.embedding)
+        if table is not None and not codebook.is_meta:  # weights offloaded by other means cannot be compared
             table.check(codebook)
         if config.neighborhood_size >= len(codebook):
             raise ValueError(
@@ -331,8 +314,7 @@ class LanternPipeline(DiffusionPipeline):
                 f"{config.neighborhood_size}. Try 10."
             )
         if table is None or table.k < config.neighborhood_size:
-            table = NeighborTable.from_codebook(codebook.float(), config.neighborhood_size)
-            self.draft_head.neighbors = table
+            table = self.draft_head.neighbors = cached_neighbors(codebook.float(), config.neighborhood_size)
         return table
 
     def _pixels(self, codes: Tensor, output_type: str) -> Any:

@@ -19,6 +19,7 @@ from lantern_hf._neighborhood import neighborhood
 from lantern_hf.neighbors import NeighborTable
 from lantern_hf.relaxation import Relaxation
 from lantern_hf.sequences import Sequences
+from lantern_hf.structure import ImageRules, allow, force
 
 # These look at nothing but the scores, so they run on any set of columns and on all nodes at once.
 PREFIX_FREE = (
@@ -102,32 +103,55 @@ def guide(logits: Tensor, scale: float | None) -> Tensor:
 
 
 class NodeProcessors:
-    """Runs the user's processors on the scores of tree nodes.
+    """Runs the user's processors on the scores of tree nodes, and keeps to the structure of the target's images.
 
     Args:
         processors: Prepared processors, guidance taken out.
         vocab_size: Tokens in the target's vocabulary.
         columns: Token id of each column, `(C,)` int64, or None for the identity.
+        rules: What may come where in an image. Columns that may not are taken out before the processors run; a forced
+            token has all mass after them, so that no processor can break a row of an image.
     """
 
-    def __init__(self, processors: LogitsProcessorList, vocab_size: int, columns: Tensor | None):
+    def __init__(
+        self,
+        processors: LogitsProcessorList,
+        vocab_size: int,
+        columns: Tensor | None,
+        rules: ImageRules | None = None,
+    ):
         self._processors = LogitsProcessorList(self._tolerant(processor) for processor in processors)
-        self._vocab_size, self._columns = vocab_size, columns
+        self._vocab_size, self._columns, self._rules = vocab_size, columns, rules
         self._asked: set[int] = set()
+        self._last_allowed: tuple[list[int], Tensor] | None = None
         self.needs_prefix = any(type(processor) not in PREFIX_FREE for processor in processors)
 
     def _tolerant(self, processor: Any) -> Any:
-        """Keep `prefix_allowed_tokens_fn` from being asked about rows whose answer is not read.
+        """Make `prefix_allowed_tokens_fn` fit to be asked about nodes.
 
-        Such a row shows a prefix of another length than its own, which a trie, say, may not know; nothing being allowed
-        there would be an error.
+        It is not asked about rows whose answer is not read. Such a row shows a prefix of another length than its own,
+        which a trie, say, may not know; nothing being allowed there would be an error.
         """
         if type(processor) is not hf.PrefixConstrainedLogitsProcessor:
             return processor
-        ask = processor._prefix_allowed_tokens_fn
-        return hf.PrefixConstrainedLogitsProcessor(lambda row, ids: ask(row, ids) if row in self._asked else [0], 1)
+        ask, per_prompt = processor._prefix_allowed_tokens_fn, processor._num_beams
 
-    def __call__(self, sequences: Sequences, suffix: Tensor | None, logits: Tensor) -> Tensor:
+        def answer(row: int, ids: Tensor) -> Any:
+            return self._as_index(ask(row // per_prompt, ids), ids.device) if row in self._asked else [0]
+
+        return hf.PrefixConstrainedLogitsProcessor(answer, 1)
+
+    def _as_index(self, allowed: Any, device: torch.device) -> Any:
+        """Turn a long list of ids into a tensor, and the same one only once: all image tokens are a long list."""
+        if type(allowed) is not list or len(allowed) < 256:
+            return allowed
+        if self._last_allowed is None or self._last_allowed[0] != allowed:
+            self._last_allowed = list(allowed), torch.tensor(allowed, device=device)
+        return self._last_allowed[1]
+
+    def __call__(
+        self, sequences: Sequences, suffix: Tensor | None, logits: Tensor, offset: Tensor | None = None
+    ) -> Tensor:
         """Score one node of every row.
 
         Args:
@@ -135,10 +159,16 @@ class NodeProcessors:
             suffix: Tokens on the way from the last committed token to the node, `(B, T)` token ids; may be None unless
                 `needs_prefix`.
             logits: Guided logits at the node, `(B, C)` float32.
+            offset: Tokens that the node's image has, `(B,)` int64; needed with rules.
 
         Returns:
             Processed scores, `(B, C)` float32. Those of a row that has ended mean nothing.
         """
+        logits = allow(self._rules, offset, logits)
+        return force(self._rules, offset, self._process(sequences, suffix, logits))
+
+    def _process(self, sequences: Sequences, suffix: Tensor | None, logits: Tensor) -> Tensor:
+        """Run the user's processors on one node of every row, `(B, C)`."""
         if not self.needs_prefix:
             return self._blind(logits)
         assert suffix is not None
@@ -164,7 +194,9 @@ class NodeProcessors:
         """Take the scores of the columns, `(B, C)`, back out of the vocabulary's."""
         return scores[:, :count] if self._columns is None else scores[:, self._columns.to(scores.device)]
 
-    def nodes(self, sequences: Sequences, suffixes: Iterable[Tensor], logits: Tensor) -> Tensor:
+    def nodes(
+        self, sequences: Sequences, suffixes: Iterable[Tensor], logits: Tensor, offset: Tensor | None = None
+    ) -> Tensor:
         """Score several nodes of every row.
 
         Args:
@@ -172,13 +204,18 @@ class NodeProcessors:
             suffixes: For each of M nodes the tokens on the way to it, `(B, T)` token ids; not looked at unless
                 `needs_prefix`.
             logits: Guided logits, `(B, M, C)` float32.
+            offset: Tokens that each node's image has, `(B, M)` int64; needed with rules.
 
         Returns:
             Processed scores, `(B, M, C)` float32.
         """
+        logits = allow(self._rules, offset, logits)
         if not self.needs_prefix:
-            return self._blind(logits.flatten(0, 1)).view_as(logits)
-        return torch.stack([self(sequences, suffix, logits[:, i]) for i, suffix in enumerate(suffixes)], dim=1)
+            scores = self._blind(logits.flatten(0, 1)).view_as(logits)
+        else:
+            each = [self._process(sequences, suffix, logits[:, i]) for i, suffix in enumerate(suffixes)]
+            scores = torch.stack(each, dim=1)
+        return force(self._rules, offset, scores)
 
     def expand(self, scores: Tensor) -> Tensor:
         """Spread scores of columns `(B, C)` over the vocabulary `(B, V)`; other ids hold the dtype's minimum."""

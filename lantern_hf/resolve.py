@@ -13,6 +13,8 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from lantern_hf.candidates import CandidateTree, LanternCandidateGenerator, RootOnly
 from lantern_hf.config import LanternConfig
 from lantern_hf.draft import LanternDraftModel
+from lantern_hf.head_files import WEIGHTS_FILE
+from lantern_hf.neighbor_cache import cached_neighbors
 from lantern_hf.neighbors import NeighborTable
 from lantern_hf.relaxation import STRICT, Relaxation
 from lantern_hf.sampling import Draws
@@ -23,7 +25,7 @@ def check_generation(model: PreTrainedModel, config: GenerationConfig) -> None:
     """Refuse generation settings that tree decoding cannot honour.
 
     Raises:
-        ValueError: Beams, another assisted mode, or attention maps.
+        ValueError: Beams, another assisted mode, attention maps, or a prompt that another library rewrites.
     """
     if (config.num_beams or 1) > 1:
         raise ValueError(
@@ -34,6 +36,13 @@ def check_generation(model: PreTrainedModel, config: GenerationConfig) -> None:
             "`output_attentions=True` is not served: the attention of a tree pass is over candidates, not over the "
             "sequence. Leave it out, or decode without LANTERN."
         )
+    prepare = model.__dict__.get("prepare_inputs_for_generation")
+    if prepare is not None and getattr(prepare, "__self__", None) is not model:
+        raise ValueError(
+            f"`prepare_inputs_for_generation` of this {type(model).__name__} was replaced on the instance, as PEFT "
+            "does for prompt tuning, so that the target would read another prompt than the draft head. Decode without "
+            "LANTERN."
+        )
     if config.prompt_lookup_num_tokens or config.assistant_early_exit:
         raise ValueError(
             "`prompt_lookup_num_tokens` and `assistant_early_exit` are other kinds of drafting. Unset them, or decode "
@@ -41,20 +50,57 @@ def check_generation(model: PreTrainedModel, config: GenerationConfig) -> None:
         )
 
 
+def pad_token(config: GenerationConfig) -> int:
+    """Give the id that fills rows which end early."""
+    prepared = getattr(config, "_pad_token_tensor", None)
+    if prepared is not None:
+        return int(prepared.flatten()[0])
+    return 0 if config.pad_token_id is None else int(config.pad_token_id)
+
+
 def load_head(name: str | Path, model: PreTrainedModel, **kwargs: Any) -> LanternDraftModel:
-    """Load a draft head next to a target's last layer, in its dtype, and bind it.
+    """Load a draft head next to a target's last layer, in its dtype, unless told otherwise, and bind it.
 
     Args:
-        name: Local folder or Hub id.
+        name: Local folder or Hub id; `user/name@revision` names a branch, a tag or a commit.
         model: The target.
-        **kwargs: For `LanternDraftModel.from_pretrained`, such as `revision`, `token`, `dtype`.
+        **kwargs: For `LanternDraftModel.from_pretrained`, such as `revision`, `token`, `dtype`,
+            `device_map`.
 
     Raises:
         OSError: There is no such head.
         ValueError: It does not fit the target.
     """
-    head = LanternDraftModel.from_pretrained(str(name), **kwargs)
-    return head.place(model, dtype=kwargs.get("dtype")).bind(model)
+    path, revision = str(name), kwargs.pop("revision", None)
+    if not Path(path).is_dir() and "@" in path:
+        path, _, at = path.partition("@")
+        if revision not in (None, at):
+            raise ValueError(f"{str(name)!r} names another revision than `revision={revision!r}`. Leave one out.")
+        revision = at
+    head = LanternDraftModel.from_pretrained(path, revision=revision, **kwargs)
+    device = None if kwargs.get("device_map") is None else head.device
+    return head.place(model, dtype=kwargs.get("dtype"), device=device).bind(model)
+
+
+# Heads loaded by name for a target; loading takes seconds, and the next call asks for the same one.
+_HEADS: WeakKeyDictionary[PreTrainedModel, dict[Any, LanternDraftModel]] = WeakKeyDictionary()
+
+
+def head_for(name: str | Path, model: PreTrainedModel, **kwargs: Any) -> LanternDraftModel:
+    """Give the head of that name for a target, loaded when it is first asked for; arguments as `load_head`.
+
+    A head in a folder is loaded again when its weights have changed.
+    """
+    loaded = _HEADS.setdefault(model, {})
+    weights = Path(name, WEIGHTS_FILE)
+    stamp = weights.stat().st_mtime_ns if weights.is_file() else None
+    asked = sorted((key, str(value)) for key, value in kwargs.items() if key not in ("token", "force_download"))
+    key = (str(name), stamp, tuple(asked))
+    if key not in loaded or kwargs.get("force_download"):
+        loaded[key] = load_head(name, model, **kwargs)
+    head = loaded[key]
+    device = None if kwargs.get("device_map") is None else head.device
+    return head.place(model, dtype=kwargs.get("dtype"), device=device)  # the target may have moved since
 
 
 def make_generator(
@@ -74,10 +120,9 @@ def make_generator(
         ValueError: The head does not fit, or the configuration is out of range.
     """
     if assistant is None:
-        columns = adapter.vocab_size if adapter.columns is None else len(adapter.columns)
-        return RootOnly(adapter.num_codes or columns), LanternConfig.strict()
+        return RootOnly(adapter.num_columns), LanternConfig.strict()
     if isinstance(assistant, str | Path):
-        assistant = load_head(assistant, model)
+        assistant = head_for(assistant, model)
     if isinstance(assistant, CandidateTree):
         return assistant, LanternConfig.resolve(lantern_config)
     if not isinstance(assistant, LanternDraftModel):
@@ -129,10 +174,10 @@ def resolve_neighbors(
     if adapter.num_codes == 0:  # this prompt asks for text
         return STRICT, None
     head = getattr(candidates, "assistant", None)
-    own = None if head is None else head.neighbors
-    table = (
-        given or (None if own is None else check_table(own, adapter)) or _table_of(adapter, config.neighborhood_size)
-    )
+    own = None if head is None or head.neighbors is None else check_table(head.neighbors, adapter)
+    table = given or own
+    if table is None or (given is None and table.k < config.neighborhood_size):
+        table = _table_of(adapter, config.neighborhood_size) or own
     if table is None:
         raise ValueError(
             f"`neighborhood_size={config.neighborhood_size}` needs a neighbor table, and neither the head nor the "
@@ -172,16 +217,17 @@ def check_table(table: NeighborTable, adapter: TargetAdapter) -> NeighborTable:
     return table
 
 
-# Tables made from a target's own codebook; a table takes seconds, and outlives the call that first needed it.
+# Tables over a target's own codebook, which outlive the call that first needed them.
 _TABLES: WeakKeyDictionary[PreTrainedModel, NeighborTable] = WeakKeyDictionary()
 
 
 def _table_of(adapter: TargetAdapter, size: int) -> NeighborTable | None:
     """The table over the codebook that the target itself holds, None when it holds none."""
-    codebook = adapter.codebook()
-    if codebook is None or codebook.device.type == "meta":  # accelerate holds it elsewhere between calls
-        return None
     table = _TABLES.get(adapter.model)
-    if table is None or table.k < size:
-        table = _TABLES[adapter.model] = NeighborTable.from_codebook(codebook.detach().float(), size)
+    if table is not None and table.k >= size:
+        return table
+    codebook = adapter.codebook()
+    if codebook is None or codebook.is_meta:
+        return None
+    table = _TABLES[adapter.model] = cached_neighbors(codebook.detach().float(), size, adapter.codebook_metric)
     return table

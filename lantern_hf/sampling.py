@@ -56,6 +56,7 @@ class Draws:
             the rest is False.
         """
         noise = self._fill(tuple(probs.shape[1:]), lambda tensor, generator: tensor.exponential_(generator=generator))
+        noise = noise.to(probs.device)  # of the head, when the target is spread over several
         ids = (probs / noise.clamp_min(torch.finfo(noise.dtype).tiny)).topk(count, dim=-1).indices
         return ids, probs.gather(-1, ids) > 0
 

@@ -25,10 +25,11 @@ from lantern_hf.neighbors import NeighborTable
 from lantern_hf.outputs import LanternGenerateOutput, TokenRecorder
 from lantern_hf.processors import NodeProcessors, guide, take_guidance
 from lantern_hf.prompts import prompt_streams, read_prompts
-from lantern_hf.resolve import check_generation, make_generator, resolve_neighbors
+from lantern_hf.resolve import check_generation, make_generator, pad_token, resolve_neighbors
 from lantern_hf.sampling import Draws
 from lantern_hf.sequences import ColumnStream, Sequences, StopRules
 from lantern_hf.stats import DecodingStats
+from lantern_hf.structure import node_offsets
 from lantern_hf.targets import adapter_for
 from lantern_hf.targets.attention import attention_argument
 from lantern_hf.tree import DraftTree
@@ -68,16 +69,18 @@ class Session:
         neighbors: NeighborTable | None,
         generator: torch.Generator | Sequence[torch.Generator] | None,
         streamer: BaseStreamer | None,
+        target_options: Mapping[str, Any] | None,
         model_kwargs: dict[str, Any],
     ):
         check_generation(model, generation_config)
         self.model, self.device = model, input_ids.device
-        self.adapter = adapter_for(model, input_ids)
+        self.adapter = adapter_for(model, input_ids, **(target_options or {}))
+        self.adapter.read_call(input_ids, model_kwargs)
         rows, self._do_sample = len(input_ids), bool(generation_config.do_sample)
-        guidance, processors = take_guidance(processors)
+        guidance, processors = take_guidance(self.adapter.take_over(processors))
         self._streams = 1 if guidance is None else 2
         self._scale = None if guidance is None else guidance.scale
-        self._processors = NodeProcessors(processors, self.adapter.vocab_size, self.adapter.columns)
+        self._processors = NodeProcessors(processors, self.adapter.vocab_size, self.adapter.columns, self.adapter)
         self._draws = Draws(generator, rows, self.device)
         self.candidates, self.config = make_generator(
             assistant, lantern_config, model, self.adapter, processors, self._scale, self._do_sample, self._draws
@@ -86,9 +89,9 @@ class Session:
         self._relaxation, self._neighbors = resolve_neighbors(
             self.config, neighbors, self.candidates, self.adapter, self.device
         )
-        self._stop = StopRules(criteria)
+        self._stop = StopRules(self.adapter.stopping(criteria))
         new = 256 if self._stop.max_length is None else max(self._stop.max_length - input_ids.shape[1], 0)
-        self._pad = _pad_token(generation_config)
+        self._pad = pad_token(generation_config)
         self.sequences = Sequences(input_ids, new, self._pad)
         self._stream = ColumnStream(streamer, self.sequences, self._pad)
         self._return_dict = bool(generation_config.return_dict_in_generate)
@@ -98,6 +101,7 @@ class Session:
         self._room = new + self.tree.num_nodes
         self.stats = DecodingStats(rows, max(self.tree.max_depth, 1))
         self._accepted = [0] * rows
+        self._offsets = self.adapter.start(input_ids)[:, None]  # of what is decided behind each node, (B, N)
         self._node_scores: Tensor | None = None
         self._ways = [way.to(self.device) for way in _ways_to_nodes(self.candidates.tree)]
 
@@ -150,7 +154,11 @@ class Session:
         """Ask the generator for a tree."""
         first = self.stats.passes == 0
         self._context = self.sequences.right_aligned()
-        kwargs: dict[str, Any] = {"position_ids": self._new_positions, "sequences": self.sequences}
+        kwargs: dict[str, Any] = {
+            "position_ids": self._new_positions,
+            "sequences": self.sequences,
+            "image_offset": self._root_offset,
+        }
         if first:
             kwargs |= {"attention_mask": self._prompt.mask, "prompt_embeds": self._prompt.embeds}
         ids, scores = self.candidates.get_candidates(
@@ -162,6 +170,7 @@ class Session:
         )
         self._node_ids = ids[:, self._context.shape[1] - 1 :].to(self.device)
         self._draft_probs = self._draft_distributions(scores.to(self.device))
+        self._offsets = node_offsets(self.adapter, self._root_offset, self._node_ids, self.tree)
 
     def score(self, attention: str) -> None:
         """Run the target once over the tree, in every stream."""
@@ -235,7 +244,8 @@ class Session:
             scores = self._node_scores[rows[: self.rows], node]
         else:
             suffix = self._tokens_on(path[1:]) if self._processors.needs_prefix else None
-            scores = self._processors(self.sequences, suffix, guide(raw, self._scale))
+            offset = self._offsets[rows[: self.rows], node]
+            scores = self._processors(self.sequences, suffix, guide(raw, self._scale), offset)
         layers = self._target.layers
         if layers is not None:
             layers = tuple(
@@ -271,7 +281,8 @@ class Session:
     def _score_nodes(self) -> Tensor:
         """Processed scores of every node, `(B, N, C)`."""
         guided = guide(self._target.logits, self._scale)
-        return self._processors.nodes(self.sequences, (self._node_ids[:, way] for way in self._ways), guided)
+        ways = (self._node_ids[:, way] for way in self._ways)
+        return self._processors.nodes(self.sequences, ways, guided, self._offsets)
 
     def _emit(self, verdict: TreeVerdict) -> list[int]:
         """Bring a round's tokens to the host, end rows, and hand the tokens on; gives how many each row got."""
@@ -279,7 +290,10 @@ class Session:
         chosen = self._draws.race(probs, 1)[0][:, 0] if self._do_sample else probs.argmax(-1)
         accepted = verdict.accepted_length[:, None]
         tokens = self._node_ids.gather(1, verdict.path[:, 1:].clamp_min(0))
-        tokens = torch.nn.functional.pad(tokens, (0, 1)).scatter(1, accepted, self.adapter.token_ids(chosen)[:, None])
+        bonus = self.adapter.token_ids(chosen)
+        tokens = torch.nn.functional.pad(tokens, (0, 1)).scatter(1, accepted, bonus[:, None])
+        last = verdict.path.gather(1, accepted)
+        self._root_offset = self.adapter.advance(self._offsets.gather(1, last).squeeze(1), bonus)
         # The one place of a round that waits for the device: lengths and tokens in one transfer.
         host = torch.cat([accepted, tokens], dim=1).tolist()
         active = [not end for end in self.ended]
@@ -319,7 +333,7 @@ class Session:
             scores=self._recorder.result("scores"),
             logits=self._recorder.result("logits"),
             hidden_states=self._recorder.result("hidden_states"),
-            cache=self._cache.cache,
+            **{CACHE_KEYWORD: self._cache.cache},
             stats=self.stats,
         )
 
@@ -327,11 +341,3 @@ class Session:
 def _ways_to_nodes(tree: DraftTree) -> list[Tensor]:
     """Node ids on the way from the root to every node, the root left out."""
     return [line.nonzero().flatten()[1:] for line in tree.mask]
-
-
-def _pad_token(config: GenerationConfig) -> int:
-    """The id that fills rows which end early."""
-    prepared = getattr(config, "_pad_token_tensor", None)
-    if prepared is not None:
-        return int(prepared.flatten()[0])
-    return 0 if config.pad_token_id is None else int(config.pad_token_id)

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
+from lantern_hf._placement import wake
 from lantern_hf.candidates import CandidateTree
 from lantern_hf.config import LanternConfig
 from lantern_hf.draft import LanternDraftModel
@@ -39,6 +40,7 @@ def lantern_generate(
     generator: torch.Generator | Sequence[torch.Generator] | None = None,
     lantern_streamer: BaseStreamer | None = None,
     on_round: Any = None,
+    target_options: Mapping[str, Any] | None = None,
     **model_kwargs: Any,
 ) -> LanternGenerateOutput | Tensor:
     """Generate with LANTERN++; meant for `model.generate(..., custom_generate=lantern_hf.lantern_generate)`.
@@ -57,6 +59,8 @@ def lantern_generate(
         lantern_streamer: Receives the prompt and then one `(B,)` column a token. (`generate` keeps `streamer=` to
             itself when it is given a callable; an attached model passes it on.)
         on_round: Called with the decoding state after every round, as `on_round(session)`; for progress bars.
+        target_options: Options of the target's adapter, such as `{"interleaved": True}` for Anole; `"family"` names
+            the adapter itself, where a model alone does not tell.
         **model_kwargs: What `generate` passes to the model.
 
     Returns:
@@ -66,6 +70,7 @@ def lantern_generate(
         ValueError: Something that cannot work: beams, an encoder-decoder, a cache that keeps no path, a head, table or
             tree that does not fit. Nothing has run by then.
     """
+    wake(model)
     session = Session(
         model,
         input_ids,
@@ -77,6 +82,7 @@ def lantern_generate(
         neighbors=neighbors,
         generator=generator,
         streamer=lantern_streamer,
+        target_options=target_options,
         model_kwargs=model_kwargs,
     )
     with tree_attention(model) as attention, session.stats.timer("total"):

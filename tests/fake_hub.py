@@ -1,4 +1,7 @@
-"""A Hub in memory behind `httpx2.MockTransport`: what pushing and pulling ask for, and no socket."""
+"""A Hub in memory: repositories with branches and commits, large files, pull requests, tokens, and faults on demand.
+
+It is a handler for `httpx2.MockTransport`, without a socket; `serve` puts it behind a local one for child processes.
+"""
 
 from __future__ import annotations
 
@@ -6,83 +9,360 @@ import base64
 import hashlib
 import json
 import re
+import threading
+import time
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import unquote
 
 import httpx2
+import huggingface_hub
+import pytest
+import yaml
+from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
+# The client uploads in a way its own HTTP library calls outdated.
+CLIENT_WARNING = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload:DeprecationWarning")
+TOKEN = "hf_test"
+LARGE = (".safetensors", ".png", ".bin")
+LICENSES = {"apache-2.0", "mit", "openrail", "other"}
+TASKS = {"text-to-image", "text-generation", "unconditional-image-generation"}
+RELATIONS = {"adapter", "finetune", "quantized", "merge"}
+
+
+class FakeRepo(MutableMapping[str, bytes]):
+    """Commits and branches; as a mapping it is the files of `main`, and a change to it is a commit."""
+
+    def __init__(self, files: dict[str, bytes] | None = None, private: bool = False, gated: bool = False) -> None:
+        self.private, self.gated = private, gated
+        self.commits: dict[str, dict[str, bytes]] = {}
+        self.refs: dict[str, str] = {}
+        self.log: list[tuple[str, str, str]] = []  # (ref, commit, message)
+        self.commit({".gitattributes": b"", **(files or {})}, "main", "initial commit")
+
+    def commit(self, files: dict[str, bytes], ref: str, message: str) -> str:
+        """Make a commit."""
+        seed = json.dumps([len(self.log), ref, message, self.refs.get(ref)])
+        sha = hashlib.sha1(seed.encode()).hexdigest()
+        self.commits[sha], self.refs[ref] = dict(files), sha
+        self.log.append((ref, sha, message))
+        return sha
+
+    @property
+    def head(self) -> str:
+        """Commit of `main`."""
+        return self.refs["main"]
+
+    def at(self, revision: str) -> str | None:
+        """Commit of a revision."""
+        return revision if revision in self.commits else self.refs.get(revision)
+
+    def __getitem__(self, path: str) -> bytes:
+        return self.commits[self.head][path]
+
+    def __setitem__(self, path: str, data: bytes) -> None:
+        self.commit({**self.commits[self.head], path: data}, "main", f"set {path}")
+
+    def __delitem__(self, path: str) -> None:
+        files = dict(self.commits[self.head])
+        del files[path]
+        self.commit(files, "main", f"delete {path}")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.commits[self.head])
+
+    def __len__(self) -> int:
+        return len(self.commits[self.head])
 
 
 class FakeHub:
-    """Repositories by name, each a dict of file contents; every push makes the one commit `COMMIT`.
+    """Repositories by name.
 
-    Call it as the handler of a `MockTransport`.
+    Attributes:
+        repos: The repositories.
+        requests: `METHOD path` of everything that was asked.
+        faults: Called in order with each request; the first that gives a response or raises serves it.
     """
 
     def __init__(self) -> None:
-        self.repos: dict[str, dict[str, bytes]] = {}
+        self.repos: dict[str, FakeRepo] = {}
+        self.requests: list[str] = []
+        self.objects: dict[str, bytes] = {}
+        self.faults: list[Callable[[httpx2.Request], httpx2.Response | None]] = []
+
+    def fail(self, pattern: str, fault: int | Exception, times: int = 1) -> None:
+        """Let the next `times` requests whose `METHOD path` matches end in a status or an exception."""
+        left = [times]
+
+        def serve(request: httpx2.Request) -> httpx2.Response | None:
+            if left[0] == 0 or not re.search(pattern, f"{request.method} {request.url.path}"):
+                return None
+            left[0] -= 1
+            if isinstance(fault, Exception):
+                raise fault
+            return httpx2.Response(fault, json={"error": f"status {fault}"})
+
+        self.faults.append(serve)
+
+    def spoil(self, path: str, change: Callable[[bytes], httpx2.Response], times: int = 1) -> None:
+        """Let the next `times` downloads of a file be served by `change`, given its content."""
+        left = [times]
+
+        def serve(request: httpx2.Request) -> httpx2.Response | None:
+            if left[0] == 0 or request.method != "GET" or not request.url.path.endswith(f"/{path}"):
+                return None
+            left[0] -= 1
+            name, revision = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/.+", request.url.path).groups()
+            repo = self.repos[name]
+            return change(repo.commits[repo.at(unquote(revision))][path])
+
+        self.faults.append(serve)
+
+    def count(self, pattern: str) -> int:
+        """Number of requests so far that match."""
+        return sum(bool(re.search(pattern, request)) for request in self.requests)
 
     def __call__(self, request: httpx2.Request) -> httpx2.Response:
-        path, method = request.url.path, request.method
-        if path == "/api/repos/create":
-            body = json.loads(request.content)
-            name = f"{body['organization']}/{body['name']}" if body.get("organization") else f"me/{body['name']}"
-            self.repos.setdefault(name, {})
-            return self._json({"url": f"https://huggingface.co/{name}", "id": name, "name": name})
+        path = request.url.path
+        self.requests.append(f"{request.method} {path}")
+        for fault in self.faults:
+            if (response := fault(request)) is not None:
+                return response
+        signed_in = request.headers.get("authorization") == f"Bearer {TOKEN}"
         if path == "/api/validate-yaml":
-            return self._json({"errors": [], "warnings": []})
+            return validate(json.loads(request.content)["content"])
+        if path.startswith("/objects/"):
+            self.objects[path.removeprefix("/objects/")] = request.read()
+            return httpx2.Response(200)
         if path == "/api/whoami-v2":
-            return self._json({"name": "me", "type": "user", "orgs": [], "auth": {}})
-        if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(/.*)?", path):
-            return self._api(match[1], match[2] or "", request)
-        if match := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
-            return self._resolve(match[1], match[3], method)
-        return httpx2.Response(404)
+            return httpx2.Response(200, json={"name": "me", "type": "user"}) if signed_in else httpx2.Response(401)
+        if path == "/api/repos/create":
+            return self._create(json.loads(request.content), signed_in)
+        match = (
+            re.fullmatch(r"/api/models/([^/]+/[^/]+)(/.*)?", path)
+            or re.fullmatch(r"/([^/]+/[^/]+)(/resolve/.+)", path)
+            or re.fullmatch(r"/([^/]+/[^/]+)\.git(/info/lfs/.+)", path)
+        )
+        if match is None:
+            return httpx2.Response(404)
+        name, action = match[1], match[2] or ""
+        repo = self.repos.get(name)
+        if repo is None or (repo.private and not signed_in):
+            return refusal(404 if signed_in else 401, "RepoNotFound")
+        if repo.gated and "/resolve/" in action:
+            return refusal(403, "GatedRepo")
+        if action.startswith("/resolve/"):
+            return self._resolve(repo, action, request)
+        if request.method == "GET":
+            return self._info(name, repo, unquote(action.removeprefix("/revision/")) or "main")
+        # anybody may upload to a pull request; whether it is one is told with the commit
+        allowed = name.startswith("me/") or "create_pr=1" in str(request.url) or re.match("/(preupload|info)/", action)
+        if not signed_in or not allowed:
+            return refusal(403 if signed_in else 401, "")
+        return self._change(name, repo, action, request)
 
-    def _json(self, value: object) -> httpx2.Response:
-        return httpx2.Response(200, json=value)
+    def _create(self, body: dict, signed_in: bool) -> httpx2.Response:
+        owner = body.get("organization") or "me"
+        name = f"{owner}/{body['name']}"
+        if not signed_in or owner != "me":
+            return refusal(403 if signed_in else 401, "")
+        if name in self.repos:
+            return httpx2.Response(409, json={"error": "exists"})
+        self.repos[name] = FakeRepo(private=body.get("visibility") == "private")
+        return httpx2.Response(200, json={"url": f"https://huggingface.co/{name}", "name": name})
 
-    def _api(self, name: str, action: str, request: httpx2.Request) -> httpx2.Response:
-        if name not in self.repos:
-            return httpx2.Response(404, headers={"X-Error-Code": "RepoNotFound"})
-        if action.startswith("/preupload"):
-            files = json.loads(request.content)["files"]
-            # nothing by LFS: the client base64s everything into the commit
-            modes = [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False} for file in files]
-            return self._json({"files": modes})
-        if action.startswith("/commit"):
-            return self._commit(name, request.read())
-        if action.startswith("/tree"):
-            files = [
-                {"type": "file", "path": path, "size": len(data), "oid": _sha1(data)}
-                for path, data in self._sorted(name)
-            ]
-            return self._json(files)
-        siblings = [{"rfilename": path} for path, _ in self._sorted(name)]
-        return self._json(
-            {"id": name, "modelId": name, "sha": COMMIT, "private": False, "siblings": siblings, "tags": []}
+    def _info(self, name: str, repo: FakeRepo, revision: str) -> httpx2.Response:
+        sha = repo.at(revision)
+        if sha is None:
+            return refusal(404, "RevisionNotFound")
+        siblings = []
+        for path, data in sorted(repo.commits[sha].items()):
+            sibling = {"rfilename": path, "size": len(data), "blobId": git_sha1(data)}
+            if path.endswith(LARGE):
+                sibling["lfs"] = {"size": len(data), "sha256": sha256(data), "pointerSize": 130}
+            siblings.append(sibling)
+        return httpx2.Response(
+            200, json={"id": name, "modelId": name, "sha": sha, "private": repo.private, "siblings": siblings}
         )
 
-    def _sorted(self, name: str) -> list[tuple[str, bytes]]:
-        return sorted(self.repos[name].items())
+    def _resolve(self, repo: FakeRepo, action: str, request: httpx2.Request) -> httpx2.Response:
+        revision, _, path = action.removeprefix("/resolve/").partition("/")
+        sha, path = repo.at(unquote(revision)), unquote(path)
+        if sha is None:
+            return refusal(404, "RevisionNotFound")
+        if path not in repo.commits[sha]:
+            return httpx2.Response(404, headers={"X-Error-Code": "EntryNotFound", "X-Repo-Commit": sha})
+        data = repo.commits[sha][path]
+        etag = sha256(data) if path.endswith(LARGE) else git_sha1(data)
+        headers = {"X-Repo-Commit": sha, "ETag": f'"{etag}"', "Content-Length": str(len(data))}
+        return httpx2.Response(200, headers=headers, content=b"" if request.method == "HEAD" else data)
 
-    def _commit(self, name: str, lines: bytes) -> httpx2.Response:
-        for line in map(json.loads, lines.splitlines()):
+    def _change(self, name: str, repo: FakeRepo, action: str, request: httpx2.Request) -> httpx2.Response:
+        if action.startswith("/info/lfs"):
+            objects = json.loads(request.content)["objects"]
+            for item in (item for item in objects if item["oid"] not in self.objects):
+                item["actions"] = {"upload": {"href": str(request.url.join(f"/objects/{item['oid']}"))}}
+            return httpx2.Response(200, json={"transfer": "basic", "objects": objects})
+        if action.startswith("/preupload"):
+            modes = [
+                {"path": path, "uploadMode": "lfs" if path.endswith(LARGE) else "regular", "shouldIgnore": False}
+                for path in (file["path"] for file in json.loads(request.content)["files"])
+            ]
+            return httpx2.Response(200, json={"files": modes})
+        kind, revision = action.strip("/").split("/")[0], unquote(action.rpartition("/")[2])
+        if kind == "branch":
+            if revision in repo.refs:
+                return httpx2.Response(409, json={"error": "exists"})
+            repo.refs[revision] = json.loads(request.content).get("startingPoint") or repo.head
+            return httpx2.Response(200)
+        assert kind == "commit", action
+        return self._commit(name, repo, revision, request)
+
+    def _commit(self, name: str, repo: FakeRepo, revision: str, request: httpx2.Request) -> httpx2.Response:
+        parent = repo.at(revision)
+        if parent is None:
+            return refusal(404, "RevisionNotFound")
+        files, header = dict(repo.commits[parent]), {}
+        for line in map(json.loads, request.read().splitlines()):
             value = line["value"]
-            if line["key"] == "file":
-                self.repos[name][value["path"]] = base64.b64decode(value["content"])
-        url = f"https://huggingface.co/{name}/commit/{COMMIT}"
-        return self._json({"success": True, "commitOid": COMMIT, "commitUrl": url})
+            if line["key"] == "header":
+                header = value
+            elif line["key"] == "file":
+                files[value["path"]] = base64.b64decode(value["content"])
+            elif line["key"] == "lfsFile":
+                files[value["path"]] = self.objects[value["oid"]]
+            else:
+                del files[value["path"]]
+        if header.get("parentCommit", parent) != parent:
+            return httpx2.Response(412, json={"error": "the repository has changed"})
+        is_request = "create_pr=1" in str(request.url)
+        ref = f"refs/pr/{sum(known.startswith('refs/pr') for known in repo.refs) + 1}" if is_request else revision
+        sha = repo.commit(files, ref, header["summary"])
+        result = {"success": True, "commitOid": sha, "commitUrl": f"https://huggingface.co/{name}/commit/{sha}"}
+        number = ref.rpartition("/")[2]
+        result["pullRequestUrl"] = f"https://huggingface.co/{name}/discussions/{number}" if is_request else None
+        return httpx2.Response(200, json=result)
 
-    def _resolve(self, name: str, path: str, method: str) -> httpx2.Response:
-        files = self.repos.get(name)
-        if files is None:
-            return httpx2.Response(404, headers={"X-Error-Code": "RepoNotFound"})
-        if path not in files:
-            return httpx2.Response(404, headers={"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT})
-        data = files[path]
-        headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{_sha1(data)}"', "Content-Length": str(len(data))}
-        return httpx2.Response(200, headers=headers, content=b"" if method == "HEAD" else data)
+
+def refusal(status: int, code: str) -> httpx2.Response:
+    """An error as the Hub words it."""
+    return httpx2.Response(status, headers={"X-Error-Code": code}, json={"error": code})
 
 
-def _sha1(data: bytes) -> str:
-    return hashlib.sha1(data).hexdigest()
+def validate(card: str) -> httpx2.Response:
+    """The Hub's rules for a model card's metadata, as far as they are written down."""
+    match, errors = REGEX_YAML_BLOCK.search(card), []
+    try:
+        data = yaml.safe_load(match[2]) if match else None
+    except yaml.YAMLError:
+        data, errors = None, ["metadata is no YAML"]
+    data = data if isinstance(data, dict) else {}
+    allowed = {"license": LICENSES, "pipeline_tag": TASKS, "base_model_relation": RELATIONS}
+    errors += [
+        f'"{key}" must be one of {sorted(v)}' for key, v in allowed.items() if data.get(key, None) not in {None, *v}
+    ]
+    if "base_model" in data and not re.fullmatch(r"[\w.-]+/[\w.-]+", str(data["base_model"])):
+        errors.append('"base_model" must be a model id on hf.co')
+    tags = data.get("tags", [])
+    if not isinstance(tags, list) or not all(isinstance(tag, str) for tag in tags):
+        errors.append('"tags" must be an array of strings')
+    for model in data.get("model-index", []):
+        for result in model["results"]:
+            kinds = [result["task"]["type"], result["dataset"]["type"], result["dataset"]["name"], model["name"]]
+            kinds += [metric["type"] for metric in result["metrics"]]
+            values = [metric["value"] for metric in result["metrics"]]
+            if not all(isinstance(kind, str) and kind for kind in kinds) or None in values:
+                errors.append('"model-index" is not valid')
+    body = {"errors": [{"message": error} for error in errors], "warnings": []}
+    return httpx2.Response(400 if errors else 200, json=body)
+
+
+def git_sha1(data: bytes) -> str:
+    """Git's name of a file's content."""
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
+def sha256(data: bytes) -> str:
+    """Name of a large file's content."""
+    return hashlib.sha256(data).hexdigest()
+
+
+@contextmanager
+def serve(hub: FakeHub) -> Iterator[str]:
+    """Serve a Hub on a local port for child processes, whose HF_ENDPOINT is the address this gives."""
+    lock = threading.Lock()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def answer(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            if self.headers.get("Transfer-Encoding") == "chunked":
+                body = b"".join(self.chunks())
+            host = f"http://{self.headers['Host']}"
+            request = httpx2.Request(self.command, host + self.path, headers=dict(self.headers), content=body)
+            with lock:
+                response = hub(request)
+            content = response.read()
+            self.send_response(response.status_code)
+            for key, value in response.headers.items():
+                if key.lower() not in ("content-length", "transfer-encoding"):
+                    self.send_header(key, value)
+            self.send_header("Content-Length", response.headers.get("Content-Length") or str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def chunks(self) -> Iterator[bytes]:
+            while size := int(self.rfile.readline(), 16):
+                yield self.rfile.read(size)
+                self.rfile.readline()
+            self.rfile.readline()
+
+        do_GET = do_POST = do_PUT = do_HEAD = answer
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+
+        def handle_error(self, *arguments: object) -> None:
+            pass  # a client that was killed
+
+    server = Server(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@contextmanager
+def connect(monkeypatch: Any, cache: Path) -> Iterator[FakeHub]:
+    """Let huggingface_hub talk to a Hub in memory: signed in, with an empty cache, and without waits."""
+    constants = huggingface_hub.constants
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(cache / "no-token"))
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.delenv("HUGGING_FACE_HUB_TOKEN", raising=False)
+    impatient = SimpleNamespace(**{**vars(time), "sleep": lambda seconds: None})
+    for module in ("huggingface_hub.utils._http", "huggingface_hub.file_download", "lantern_hf._hub_errors"):
+        monkeypatch.setattr(f"{module}.time", impatient)
+    monkeypatch.setattr("lantern_hf._hub_upload.time", impatient)
+    fake = FakeHub()
+    huggingface_hub.set_client_factory(
+        lambda: httpx2.Client(transport=httpx2.MockTransport(fake), follow_redirects=True)
+    )
+    try:
+        yield fake
+    finally:
+        huggingface_hub.set_client_factory(huggingface_hub.utils._http.default_client_factory)

@@ -12,6 +12,7 @@ from transformers import ChameleonForConditionalGeneration, LogitsProcessorList,
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from lantern_hf import CandidateTree, DraftTree, ImageTokensLogitsProcessor, LanternConfig, lantern_generate
+from lantern_hf.cache import CACHE_KEYWORD
 from lantern_hf.targets import adapter_for
 
 BEGIN_IMAGE = 3
@@ -26,12 +27,16 @@ class UnblankedChameleon(ChameleonForConditionalGeneration):
 
     blanked_ids: Tensor | None = None
 
-    def forward(self, input_ids=None, attention_mask=None, position_ids=None, cache=None, logits_to_keep=0, **kwargs):
-        outputs = self.model(input_ids, attention_mask=attention_mask, position_ids=position_ids, cache=cache, **kwargs)
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, logits_to_keep=0, **kwargs):
+        outputs = self.model(input_ids, attention_mask=attention_mask, position_ids=position_ids, **kwargs)
         logits = self.lm_head(outputs.last_hidden_state[:, -logits_to_keep:])
         if self.blanked_ids is not None:
             logits = logits.index_fill(-1, self.blanked_ids, torch.finfo(logits.dtype).min)
-        return CausalLMOutputWithPast(logits=logits, cache=outputs.cache, hidden_states=outputs.hidden_states)
+        return CausalLMOutputWithPast(
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            **{CACHE_KEYWORD: getattr(outputs, CACHE_KEYWORD)},
+        )
 
 
 @dataclass
@@ -79,10 +84,11 @@ def make_case(name: str, rows: int = 1, guidance: float | None = None, attention
         inputs["input_ids"][:, -1] = BEGIN_IMAGE
         plain_model = UnblankedChameleon(model.config).eval()
         plain_model.load_state_dict(model.state_dict())
-        image_ids = adapter_for(model, inputs["input_ids"]).image_token_ids
+        adapter = adapter_for(model, inputs["input_ids"])
+        image_ids = adapter.image_token_ids
         if guidance is not None:
             inputs["negative_prompt_ids"] = torch.tensor([[0, BEGIN_IMAGE]]).repeat(rows, 1)
-            plain_model.blanked_ids = torch.tensor(sorted(set(range(48)) - set(image_ids.tolist())))
+            plain_model.blanked_ids = torch.tensor(sorted(set(range(48)) - set(adapter.columns.tolist())))
     if guidance is not None:
         inputs["guidance_scale"] = guidance
     return Case(name, model, plain_model, inputs, image_ids)
@@ -135,8 +141,7 @@ class Oracle(CandidateTree):
 def oracle(case: Case, sequences: Tensor, tree: DraftTree, misses: float = 0.2) -> Oracle:
     """An oracle for a case; `misses` makes rows fall out of step."""
     adapter = adapter_for(case.model, case.inputs["input_ids"])
-    columns = adapter.vocab_size if adapter.columns is None else len(adapter.columns)
-    return Oracle(tree, sequences, case.emitted, adapter.num_codes or columns, misses)
+    return Oracle(tree, sequences, case.emitted, adapter.num_columns, misses)
 
 
 __all__ = ["BEGIN_IMAGE", "CASES", "NUM_CODES", "Case", "Oracle", "make_case", "oracle", "tiny_chameleon"]

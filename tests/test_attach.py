@@ -245,8 +245,8 @@ def test_offloaded_image_targets() -> None:
     expected = model.generate(**inputs, **GREEDY)
     cpu_offload(model, execution_device=torch.device("cpu"))
     assert torch.equal(model.generate(**inputs, **GREEDY), expected)
-    with pytest.raises(ValueError, match="needs a neighbor table"):  # the codebook is nowhere between calls
-        model.generate(**inputs, lantern_config=LanternConfig(), **GREEDY)
+    relaxed = model.generate(**inputs, lantern_config=LanternConfig(), **GREEDY)  # with a table over its codebook
+    assert relaxed.shape == expected.shape
 
 
 # ---- what is refused ----

@@ -26,5 +26,34 @@ def test_config_errors():
         LanternDraftConfig(num_attention_heads=4, num_key_value_heads=3)
     with pytest.raises(ValueError, match="`format_version` 99"):
         LanternDraftConfig(format_version=99)
-    with pytest.raises(ValueError, match="`num_hidden_layers` must be at least 1"):
+    with pytest.raises(ValueError, match=r"`num_hidden_layers` must be a whole number in \[1, 64\], got 0"):
         LanternDraftConfig(num_hidden_layers=0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"hidden_size": "wide"}, r"`hidden_size` must be a whole number in \[1, 65536\], got 'wide'"),
+        ({"hidden_size": 10**12}, "`hidden_size` must be a whole number"),
+        ({"hidden_size": 1024.0}, r"got 1024\.0"),
+        ({"num_attention_heads": 0}, r"in \[1, 1024\], got 0"),
+        ({"num_key_value_heads": True}, "got True"),
+        ({"hidden_size": 8, "num_attention_heads": 16}, "at least twice `num_attention_heads`, got 8 and 16"),
+        ({"codebook_size": 10**10}, "`codebook_size` must be a whole number"),
+        ({"rms_norm_eps": float("nan")}, "`rms_norm_eps` must be a number"),
+        ({"fc_bias": "yes"}, "`fc_bias` must be true or false"),
+        ({"hidden_act": ["silu"]}, "`hidden_act` must be an activation"),
+        ({"verifier": "a/b"}, "`verifier` must be a dict"),
+        ({"verifier": {"name_or_path": 3}}, "`verifier` must be {"),
+        ({"lantern_config": [1]}, "`lantern_config` must be a dict"),
+        ({"format_version": "1"}, "`format_version` must be a whole number"),
+        ({"grid": "16"}, r"`grid` must be \[height, width\]"),
+        ({"grid": [16, 10**9]}, r"`grid` must be \[height, width\], whole numbers in \[1, 4096\]"),
+        ({"rope_type": "2d", "grid": [4096, 4096], "prefix_length": 0}, "rotary table of 1073741824 elements"),
+        ({"target_model_type": 7}, "`target_model_type` must be a string"),
+        ({"hidden_act": "x" * 10_000}, r"got 'x{76}\.\.\."),
+    ],
+)
+def test_values_of_another_type_or_out_of_range(fields, message):
+    with pytest.raises(ValueError, match=message):
+        LanternDraftConfig(**fields)

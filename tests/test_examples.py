@@ -58,6 +58,8 @@ def test_trains_a_bundle_that_draws(scripts: None, tmp_path: Path, capsys: pytes
         "out": tmp_path / "head",
         "intermediate": 48,
         "unroll": 1,
+        "guidance": 2.0,
+        "ema": 0.9,
         "init": None,
     }
     train_head.main(Namespace(**common, **head, steps=2, lr=1e-3, noise=0.1, distribution_weight=1.0))

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache, LogitsProcessorList, StaticCache, TopKLogitsWarper, TopPLogitsWarper
 
 from lantern_hf import TREES, DraftTree, LanternConfig, lantern_generate
+from lantern_hf.cache import CACHE_KEYWORD
 
 NEW = 14
 
@@ -142,7 +143,7 @@ def test_static_cache_of_generate(name: str, guidance: float | None) -> None:
             return_dict_in_generate=True,
         )
         assert torch.equal(output.sequences, dynamic)
-        assert isinstance(output.cache, StaticCache)
+        assert isinstance(output[CACHE_KEYWORD], StaticCache)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -154,9 +155,10 @@ def test_cache_of_the_user(name: str, attention: str) -> None:
     for make in (lambda: DynamicCache(config=text), lambda: StaticCache(config=text, max_cache_len=128)):
         cache = make()
         draft = oracle(case, expected, TREES["wide_57"])
-        output = case.lantern(draft, do_sample=False, max_new_tokens=NEW, cache=cache, return_dict_in_generate=True)
+        given = {CACHE_KEYWORD: cache, "return_dict_in_generate": True}
+        output = case.lantern(draft, do_sample=False, max_new_tokens=NEW, **given)
         assert torch.equal(output.sequences, expected)
-        assert output.cache is cache
+        assert output[CACHE_KEYWORD] is cache
         assert output.stats.tokens_per_pass > 2
 
 

@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from lantern_hf import TREES, LanternConfig, lantern_generate
+from lantern_hf.cache import CACHE_KEYWORD
 
 
 def drafts(case: Case, **kwargs: Any) -> list[Any]:
@@ -248,13 +249,14 @@ def test_caches_are_refused_before_any_work(silent: Any) -> None:
     config = case.model.config
     full = DynamicCache(config=config)
     full.update(torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 3, 8), 0)
-    with pytest.raises(ValueError, match="`cache` holds 3 tokens"):
-        case.lantern(case.head(), max_new_tokens=4, cache=full)
+    with pytest.raises(ValueError, match=f"`{CACHE_KEYWORD}` holds 3 tokens"):
+        case.lantern(case.head(), max_new_tokens=4, **{CACHE_KEYWORD: full})
+    small = StaticCache(config=config, max_cache_len=12)
     with pytest.raises(ValueError, match=r"has 12 slots, but prompt, new tokens and one tree need 36"):
-        case.lantern(case.head(), max_new_tokens=4, cache=StaticCache(config=config, max_cache_len=12))
+        case.lantern(case.head(), max_new_tokens=4, **{CACHE_KEYWORD: small})
     guided = silent(guidance=2.0)
     with pytest.raises(ValueError, match="together with guidance"):
-        guided.lantern(guided.head(), max_new_tokens=4, cache=DynamicCache(config=config))
+        guided.lantern(guided.head(), max_new_tokens=4, **{CACHE_KEYWORD: DynamicCache(config=config)})
     three = silent(rows=3, guidance=2.0)
     three.inputs["negative_prompt_ids"] = three.inputs["negative_prompt_ids"][:2]
     with pytest.raises(ValueError, match="2 rows for 3 sequences"):

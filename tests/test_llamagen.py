@@ -130,7 +130,7 @@ def test_a_prefix_of_one_position_is_not_taken_for_a_code() -> None:
     ids, positions = model.unconditional_ids(1), torch.zeros(1, 1, dtype=torch.long)
     with torch.no_grad():
         embeds = model.model.embed(ids, positions)
-        learned = model.model.prefix.project(model.model.prefix.uncond_embedding)
+        learned = model.model.prefix()
     assert torch.equal(embeds[0], learned)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lantern_hf import neighbors
+from lantern_hf import _nearest, neighbors
 from lantern_hf.neighbors import NeighborTable, codebook_hash
 
 VECTORS = load_file(Path(__file__).parent / "golden" / "acceptance.safetensors")
@@ -19,7 +19,7 @@ def brute_force(points: torch.Tensor, k: int) -> list[list[int]]:
     """Sort by (distance, index) entry by entry."""
     rows = []
     for x, point in enumerate(points.double()):
-        distance = (points.double() - point).norm(dim=1).tolist()
+        distance = (points.double() - point).square().sum(1).tolist()
         rows.append(sorted((y for y in range(len(points)) if y != x), key=lambda y: (distance[y], y))[:k])
     return rows
 
@@ -41,8 +41,30 @@ def test_ties_come_in_the_order_of_the_index(monkeypatch: pytest.MonkeyPatch) ->
     codebook = torch.cat([grid, grid])  # many equal distances, and every entry twice
     expected = brute_force(codebook, 31)
     assert NeighborTable.from_codebook(codebook, 31).indices.tolist() == expected
-    monkeypatch.setattr(neighbors, "_CHUNK_ELEMENTS", 3 * len(codebook))
+    monkeypatch.setattr(_nearest, "_ELEMENTS", 3 * len(codebook))
     assert NeighborTable.from_codebook(codebook, 31).indices.tolist() == expected
+
+
+@pytest.mark.parametrize("spare", [1, 5, 200])
+@pytest.mark.parametrize("k", [1, 13, 100])
+def test_doubtful_cases_are_settled(monkeypatch: pytest.MonkeyPatch, k: int, spare: int) -> None:
+    """The product form of a distance is worthless far from the origin, and cannot tell equal distances apart."""
+    generator = torch.Generator().manual_seed(0)
+    monkeypatch.setattr(_nearest, "_SPARE", spare)
+    far = 1e4 + 1e-4 * torch.randn(101, 5, generator=generator, dtype=torch.float64)
+    unused = torch.cat([torch.zeros(60, 5), torch.randn(41, 5, generator=generator)])
+    coarse = torch.randint(-2, 3, (101, 3), generator=generator).float()
+    for codebook in (far, unused, coarse, torch.randn(101, 5, generator=generator).bfloat16()):
+        assert NeighborTable.from_codebook(codebook, k).indices.tolist() == brute_force(codebook, k)
+
+
+def test_cosine_is_l2_between_normalised_entries() -> None:
+    """As LlamaGen, Janus and GLM-Image measure distance; the table is bound to the entries as they are stored."""
+    table = NeighborTable.from_codebook(CODEBOOK, 20, "cosine")
+    normalised = torch.nn.functional.normalize(CODEBOOK.double())
+    assert torch.equal(table.indices, NeighborTable.from_codebook(normalised, 20).indices)
+    table.check(CODEBOOK)
+    assert not torch.equal(table.indices, NeighborTable.from_codebook(CODEBOOK, 20).indices)
 
 
 def test_cosine_allows_an_unused_entry_of_zeros() -> None:
@@ -152,6 +174,11 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
         save_file(tensors, path, metadata)
         with pytest.raises(ValueError, match="is not a neighbor table"):
             NeighborTable.load(path)
+    table.save(path)
+    content = path.read_bytes()
+    path.write_bytes(content[:-2] + bytes([content[-2] ^ 1, 0]))  # still a code, but another one
+    with pytest.raises(ValueError, match=r"(indices are not those that were written|own row)"):
+        NeighborTable.load(path)
     path.write_bytes(b"nothing")
     with pytest.raises(ValueError, match="not a safetensors file"):
         NeighborTable.load(path)

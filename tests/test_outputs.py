@@ -11,6 +11,7 @@ from helpers import CASES, Case, make_case, oracle
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from lantern_hf import TREES, DraftTree, LanternGenerateOutput
+from lantern_hf.cache import CACHE_KEYWORD
 
 LOWEST = torch.finfo(torch.float32).min
 WANTED: dict[str, Any] = {
@@ -95,7 +96,7 @@ def test_rows_that_end_early_hold_zeros() -> None:
 def test_the_cache_holds_the_sequence() -> None:
     case = make_case("llama")
     ours, theirs = outputs(case, "oracle", "chain_5")
-    for one, other in zip(ours.cache.layers, theirs.cache.layers, strict=True):
+    for one, other in zip(ours[CACHE_KEYWORD].layers, theirs[CACHE_KEYWORD].layers, strict=True):
         assert_close(one.keys, other.keys)
         assert_close(one.values, other.values)
 

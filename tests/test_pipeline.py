@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import httpx2
-import huggingface_hub
 import numpy as np
 import pytest
 import torch
-from fake_hub import COMMIT, FakeHub
 from pipelines import PREFIX, seed, tiny_class_pipeline, tiny_pipeline, tiny_tokenizer
-from transformers import AutoModel
 
 import lantern_hf
-from lantern_hf import LanternConfig, LanternDraftModel, LanternPipeline, NeighborTable, embedded_pipeline
+from lantern_hf import LanternConfig, LanternPipeline, NeighborTable, embedded_pipeline
 from lantern_hf._pipeline_prompts import encode_prompts
 
 TOKENS = 64
@@ -227,85 +223,3 @@ def test_embedded_pipeline_names_what_is_missing(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("lantern_hf.assets.__file__", str(tmp_path / "__init__.py"))
     with pytest.raises(FileNotFoundError, match="Reinstall lantern_hf"):
         embedded_pipeline()
-
-
-# ---- head and table, and the Hub -----------------------------------------------------------------------------------
-
-
-def head_with_table() -> LanternDraftModel:
-    head = tiny_pipeline().draft_head
-    head.neighbors = NeighborTable.from_codebook(torch.randn(24, 4, generator=seed()), 5)
-    return head
-
-
-def test_a_head_keeps_its_table(tmp_path: Path) -> None:
-    head = head_with_table()
-    head.save_pretrained(tmp_path)
-    loaded = LanternDraftModel.from_pretrained(tmp_path)
-    assert torch.equal(loaded.neighbors.indices, head.neighbors.indices)
-    assert loaded.neighbors.hashes == head.neighbors.hashes
-    loaded.neighbors = None
-    loaded.save_pretrained(tmp_path)  # the stale table goes
-    assert LanternDraftModel.from_pretrained(tmp_path).neighbors is None
-
-
-def test_a_head_refuses_the_table_of_another_codebook(tmp_path: Path) -> None:
-    head = head_with_table()
-    head.save_pretrained(tmp_path)
-    head.neighbors = NeighborTable.from_codebook(torch.randn(30, 4), 5)
-    with pytest.raises(ValueError, match="covers 30 codes, but this head drafts from a codebook of 24"):
-        head.save_pretrained(tmp_path)
-    head.neighbors.save(tmp_path / "neighbors.safetensors")
-    with pytest.raises(ValueError, match="covers 30 codes"):
-        LanternDraftModel.from_pretrained(tmp_path)
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """A Hub without a network."""
-    constants = huggingface_hub.constants
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setenv("HF_TOKEN", "hf_test")
-    fake = FakeHub()
-    huggingface_hub.set_client_factory(
-        lambda: httpx2.Client(transport=httpx2.MockTransport(fake), follow_redirects=True)
-    )
-    yield fake
-    huggingface_hub.set_client_factory(huggingface_hub.utils._http.default_client_factory)
-
-
-def test_push_and_pull_a_head(hub: FakeHub, tmp_path: Path) -> None:
-    head = head_with_table()
-    head.push_to_hub("me/head")
-    assert {"config.json", "model.safetensors", "neighbors.safetensors"} <= hub.repos["me/head"].keys()
-    loaded = AutoModel.from_pretrained("me/head", cache_dir=tmp_path)
-    assert isinstance(loaded, LanternDraftModel)
-    assert torch.equal(loaded.neighbors.indices, head.neighbors.indices)
-    del hub.repos["me/head"]["neighbors.safetensors"]
-    assert LanternDraftModel.from_pretrained("me/head", cache_dir=tmp_path / "other").neighbors is None
-
-
-def test_save_with_push_uploads_the_table(hub: FakeHub, tmp_path: Path) -> None:
-    head_with_table().save_pretrained(tmp_path / "head", push_to_hub=True, repo_id="me/saved")
-    assert "neighbors.safetensors" in hub.repos["me/saved"]
-
-
-def test_push_and_pull_a_pipeline(hub: FakeHub, tmp_path: Path) -> None:
-    pipe = tiny_pipeline()
-    expected = pixels(pipe("red fox", generator=seed()))
-    pipe.push_to_hub("me/pipe")
-    assert "draft_head/neighbors.safetensors" in hub.repos["me/pipe"]
-    loaded = LanternPipeline.from_pretrained("me/pipe", cache_dir=tmp_path)
-    loaded.set_progress_bar_config(disable=True)
-    assert torch.equal(loaded.draft_head.neighbors.indices, pipe.draft_head.neighbors.indices)
-    assert np.array_equal(pixels(loaded("red fox", generator=seed())), expected)
-    snapshot = tmp_path / "models--me--pipe" / "snapshots" / COMMIT
-    assert (snapshot / "draft_head" / "neighbors.safetensors").is_file()
-    offline = LanternPipeline.from_pretrained("me/pipe", cache_dir=tmp_path, local_files_only=True)
-    assert offline.draft_head.neighbors is not None
-    hub.repos["me/other"] = {"config.json": b"{}"}
-    with pytest.raises(OSError, match="holds no model_index.json"):
-        LanternPipeline.from_pretrained("me/other", cache_dir=tmp_path)
-    with pytest.raises(OSError, match="404"):
-        LanternPipeline.from_pretrained("me/missing", cache_dir=tmp_path)

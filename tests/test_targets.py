@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from conftest import NUM_CODES, TINY, tiny_chameleon, tiny_llama, tiny_llamagen
 from helpers import BEGIN_IMAGE, CASES, make_case
 from torch import nn
-from transformers import DynamicCache, ImageGPTConfig, ImageGPTModel, LlamaModel, Qwen3NextConfig
+from transformers import (
+    Apertus1p5Config,
+    DynamicCache,
+    ImageGPTConfig,
+    ImageGPTForCausalImageModeling,
+    ImageGPTModel,
+    LlamaModel,
+    MambaConfig,
+    MambaForCausalLM,
+    Qwen3NextConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
-from lantern_hf import TREES
+from lantern_hf import TREES, attach
 from lantern_hf.cache import RaggedCache
-from lantern_hf.targets import adapter_class, adapter_for, check_target
+from lantern_hf.targets import adapter_class, adapter_for, check_target, registry, unregister_target
 from lantern_hf.targets.attention import attention_argument, tree_attention
 from lantern_hf.targets.base import to_module
+from lantern_hf.targets.causal_lm import CausalLMAdapter
 
 
 @pytest.mark.parametrize(
@@ -55,7 +70,7 @@ def test_a_tree_pass_equals_plain_passes_over_its_paths(name: str, attention: st
             plain = case.plain_model(ids, position_ids=torch.arange(6 + len(path))[None], **whole).logits
             expected = plain[:, 6:]
             if name == "chameleon-image":
-                expected = expected[..., case.image_ids]
+                expected = expected[..., adapter.columns]
             elif name == "llamagen":
                 expected = expected[..., :NUM_CODES]
             assert torch.allclose(logits[:, path].clamp_min(-1e9), expected.clamp_min(-1e9), atol=1e-3)
@@ -67,14 +82,16 @@ def test_chameleon_reads_what_a_prompt_asks_for() -> None:
     image = adapter_for(model, torch.tensor([[40, BEGIN_IMAGE]]))
     assert (text.num_codes, text.columns) == (0, None)
     assert image.num_codes == NUM_CODES
-    assert image.columns.tolist() == [8 + (code * 7) % NUM_CODES for code in range(NUM_CODES)]  # by code, not by id
+    by_code = [8 + (code * 7) % NUM_CODES for code in range(NUM_CODES)]  # not by id
+    assert image.columns.tolist() == [*by_code, 4, 2]  # and the ends of image and sequence
     codes = torch.arange(NUM_CODES)
     assert torch.equal(image.columns_of(image.token_ids(codes)), codes)
     assert image.columns_of(torch.tensor([[40, 3]])).tolist() == [[-1, -1]]
     assert image.codebook().shape == (NUM_CODES, 4)
     states = torch.randn(1, 32)
     blanked = text.logits(states)
-    assert (blanked[:, image.columns] == torch.finfo(torch.float32).min).all()
+    assert (blanked[:, by_code] == torch.finfo(torch.float32).min).all()
+    assert (blanked[:, [4, 2]] > -1e9).all()
     assert torch.allclose(image.logits(states), model.lm_head(states)[:, image.columns])
     ids, mask = image.unconditional(torch.tensor([[40, 3], [41, 3]]), None)
     assert (ids.tolist(), mask) == ([[0, 3], [0, 3]], None)
@@ -115,6 +132,51 @@ def test_unserved_models() -> None:
     linear.config = Qwen3NextConfig(num_hidden_layers=4)
     with pytest.raises(ValueError, match="linear_attention"):
         check_target(linear)
+
+
+def test_attach_refuses_with_the_reason() -> None:
+    state = MambaForCausalLM(MambaConfig(vocab_size=20, hidden_size=8, num_hidden_layers=1, state_size=4))
+    with pytest.raises(ValueError, match="MambaForCausalLM keeps a recurrent state, as linear attention does"):
+        attach(state)
+    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
+    with pytest.raises(ValueError, match="T5ForConditionalGeneration is an encoder-decoder"):
+        attach(T5ForConditionalGeneration(T5Config(vocab_size=20, **sizes)))
+    image = ImageGPTForCausalImageModeling(ImageGPTConfig(n_embd=8, n_layer=1, n_head=2, vocab_size=9, n_positions=8))
+    with pytest.raises(ValueError, match="flattens a 4-D attention mask"):
+        attach(image)
+    reader = tiny_llama()
+    reader.config = Apertus1p5Config()
+    with pytest.raises(ValueError, match="reads images but makes none: its vision tokenizer has no decoder"):
+        attach(reader)
+
+
+class Entry:
+    """An entry point of an installed package."""
+
+    def __init__(self, value: str, thing: Any):
+        self.name, self.value, self._thing = "mine", value, thing
+
+    def load(self) -> Any:
+        if isinstance(self._thing, Exception):
+            raise self._thing
+        return self._thing
+
+
+def test_installed_packages_bring_families(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    class Brought(CausalLMAdapter):
+        """From elsewhere."""
+
+        family = "brought"
+
+    entries = [Entry("broken:Adapter", ImportError("no module named broken")), Entry("mine:Brought", Brought)]
+    monkeypatch.setattr(registry, "entry_points", lambda group: entries if group == "lantern_hf.targets" else [])
+    monkeypatch.setattr(registry, "_loaded", set())
+    monkeypatch.setattr(registry.logger, "propagate", True)
+    with caplog.at_level("WARNING"):
+        assert adapter_class(tiny_llama()) is Brought
+    assert "'mine' (broken:Adapter) of an installed package was left out: ImportError" in caplog.text
+    unregister_target(Brought)
+    assert adapter_class(tiny_llama()) is CausalLMAdapter  # what was loaded once is not loaded again
 
 
 def test_masks_take_the_form_of_each_attention() -> None:

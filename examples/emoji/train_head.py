@@ -9,48 +9,14 @@ import argparse
 from pathlib import Path
 
 import torch
+from diffusers import VQModel
 from emoji_data import load_emoji
-from emoji_text import PREFIX_LENGTH, encode_prompts, training_prompt
-from torch.utils.data import Dataset
+from emoji_text import training_prompt
 from train_target import encode_images
 from transformers import PreTrainedTokenizerFast, T5EncoderModel
 
-from lantern_hf import LanternDraftModel, LlamaGenForConditionalGeneration
-from lantern_hf.training import TrainingConfig, train_head
-
-
-class EmojiSequences(Dataset):
-    """Prompt features and codes of every picture, the style named or not by a coin that its index tosses.
-
-    Args:
-        captions: Captions of the pictures.
-        styles: Their styles.
-        codes: Their codes, `(M, 256)` int64.
-        tokenizer: Word tokenizer.
-        encoder: Text encoder.
-        caption_id: Placeholder id of a caption position.
-    """
-
-    def __init__(
-        self, captions, styles, codes, tokenizer: PreTrainedTokenizerFast, encoder: T5EncoderModel, caption_id: int
-    ):
-        generator = torch.Generator().manual_seed(0)
-        prompts = [training_prompt(str(c), str(s), generator) for c, s in zip(captions, styles, strict=True)]
-        with torch.no_grad():
-            parts = [encode_prompts(tokenizer, encoder, prompts[i : i + 64]) for i in range(0, len(prompts), 64)]
-        self.features, self.masks = torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
-        self.codes, self.prefix = codes, torch.full((PREFIX_LENGTH,), caption_id)
-
-    def __len__(self) -> int:
-        return len(self.codes)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {
-            "input_ids": self.prefix,
-            "attention_mask": self.masks[index],
-            "caption_embeds": self.features[index],
-            "tokens": self.codes[index],
-        }
+from lantern_hf import LanternDraftModel, LanternPipeline, LlamaGenForConditionalGeneration
+from lantern_hf.training import ConditionedSequences, PipelineConditioner, TrainingConfig, train_head
 
 
 def main(args: argparse.Namespace) -> None:
@@ -59,12 +25,15 @@ def main(args: argparse.Namespace) -> None:
     target = LlamaGenForConditionalGeneration.from_pretrained(args.target / "transformer").eval()
     tokenizer = PreTrainedTokenizerFast.from_pretrained(args.target / "tokenizer")
     encoder = T5EncoderModel.from_pretrained(args.target / "text_encoder").eval()
+    conditioner = PipelineConditioner(
+        LanternPipeline(target, VQModel.from_pretrained(args.vq / "vq"), tokenizer, encoder)
+    )
 
-    def dataset(keep) -> EmojiSequences:
-        kept = torch.from_numpy(keep)
-        return EmojiSequences(
-            emoji.captions[keep], emoji.styles[keep], codes[kept], tokenizer, encoder, target.config.caption_token_id
-        )
+    def dataset(keep) -> ConditionedSequences:
+        coin = torch.Generator().manual_seed(0)  # decides whether a prompt names the style
+        pictures = zip(emoji.captions[keep], emoji.styles[keep], codes[torch.from_numpy(keep)], strict=True)
+        rows = [{"prompt": training_prompt(str(c), str(s), coin), "tokens": tokens} for c, s, tokens in pictures]
+        return ConditionedSequences(rows, conditioner)
 
     torch.manual_seed(args.seed)
     if args.init:
@@ -80,6 +49,9 @@ def main(args: argparse.Namespace) -> None:
         max_grad_norm=1.0,
         feature_noise=args.noise,
         guidance_dropout=0.1,
+        guidance_scale=args.guidance,
+        ema_decay=args.ema,
+        tree="wide_57",
         unroll_steps=args.unroll,
         mixed_precision="bf16",
         seed=args.seed,
@@ -106,5 +78,7 @@ if __name__ == "__main__":
     parser.add_argument("--distribution-weight", type=float, default=1.0)
     parser.add_argument("--noise", type=float, default=0.1)
     parser.add_argument("--unroll", type=int, default=1)
+    parser.add_argument("--guidance", type=float, help="train on distributions guided at this scale")
+    parser.add_argument("--ema", type=float, help="decay of the average of the weights that is kept as the head")
     parser.add_argument("--seed", type=int, default=0)
     main(parser.parse_args())

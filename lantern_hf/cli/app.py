@@ -9,8 +9,13 @@ from typing import Annotated, Optional
 import typer
 
 from lantern_hf._version import __version__
+from lantern_hf.cli.card import card
+from lantern_hf.cli.convert_command import convert
 from lantern_hf.cli.errors import OneLineErrors, UserError
 from lantern_hf.cli.options import GenerateOptions
+from lantern_hf.cli.pull import pull
+from lantern_hf.cli.push import push
+from lantern_hf.cli.train_command import distil, train
 
 app = typer.Typer(
     cls=OneLineErrors,
@@ -154,6 +159,14 @@ def generate(
         run(options)
     except (ValueError, OSError, ImportError, MemoryError) as error:
         raise UserError(error) from error
+
+
+app.command()(train)
+app.command()(distil)
+app.command()(convert)
+app.command()(push)
+app.command()(pull)
+app.command()(card)
 
 
 def main() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import typer
@@ -21,6 +23,15 @@ class UserError(Exception):
 
     def __init__(self, error: object):
         super().__init__(" ".join(str(error).split()))
+
+
+@contextmanager
+def user_errors() -> Iterator[None]:
+    """Turn what a user can put right into a `UserError`."""
+    try:
+        yield
+    except (ValueError, OSError, ImportError, MemoryError) as error:
+        raise UserError(error) from error
 
 
 class OneLineErrors(TyperGroup):

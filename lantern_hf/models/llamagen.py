@@ -20,6 +20,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaPreTrainedModel
 
+from lantern_hf.cache import CACHE_KEYWORD
 from lantern_hf.models.configuration_llamagen import LlamaGenConfig
 from lantern_hf.models.rotary import RotaryTable2D
 
@@ -59,8 +60,12 @@ class LlamaGenPrefix(nn.Module):
         else:
             self.class_embedding = nn.Embedding(config.num_classes + 1, config.hidden_size)
 
-    def project(self, features: Tensor) -> Tensor:
-        """Project caption features `(..., caption_dim)` to `(..., hidden_size)`."""
+    def forward(self, features: Tensor | None = None) -> Tensor:
+        """Project caption features `(..., caption_dim)` to `(..., hidden_size)`; None takes the unconditional ones.
+
+        Whoever needs either calls the module, since accelerate may keep its weights elsewhere between calls.
+        """
+        features = self.uncond_embedding if features is None else features
         return self.fc2(F.gelu(self.fc1(features.to(self.fc1.weight.dtype)), approximate="tanh"))
 
 
@@ -108,6 +113,7 @@ class LlamaGenModel(LlamaGenPreTrainedModel, LlamaModel):
         """
         num_codes = self.config.codebook_size
         embeds = self.embed_tokens(input_ids.clamp_max(num_codes - 1))
+        input_ids, position_ids = input_ids.to(embeds.device), position_ids.to(embeds.device)
         if self.config.conditioning == "class":
             return self._embed_class(embeds, input_ids)
         if caption_embeds is not None:
@@ -120,11 +126,11 @@ class LlamaGenModel(LlamaGenPreTrainedModel, LlamaModel):
     def _embed_class(self, embeds: Tensor, input_ids: Tensor) -> Tensor:
         classes = (input_ids - self.config.codebook_size).clamp_min(0)
         is_class = (input_ids >= self.config.codebook_size)[..., None]
-        return torch.where(is_class, self.prefix.class_embedding(classes).to(embeds.dtype), embeds)
+        return torch.where(is_class, self.prefix.class_embedding(classes).to(embeds), embeds)
 
     def _embed_uncond(self, embeds: Tensor, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         rows = position_ids.clamp(0, self.config.prefix_length - 1)
-        learned = self.prefix.project(self.prefix.uncond_embedding)[rows].to(embeds.dtype)
+        learned = self.prefix().to(embeds)[rows]
         is_uncond = (input_ids == self.config.uncond_token_id)[..., None]
         return torch.where(is_uncond, learned, embeds)
 
@@ -137,7 +143,7 @@ class LlamaGenModel(LlamaGenPreTrainedModel, LlamaModel):
                 "prefix position."
             )
         embeds = self._embed_uncond(embeds, input_ids, position_ids)
-        caption = F.pad(self.prefix.project(features), (0, 0, 0, input_ids.shape[1] - columns)).to(embeds.dtype)
+        caption = F.pad(self.prefix(features), (0, 0, 0, input_ids.shape[1] - columns)).to(embeds)
         return torch.where((input_ids == self.config.caption_token_id)[..., None], caption, embeds)
 
     def forward(
@@ -155,6 +161,7 @@ class LlamaGenModel(LlamaGenPreTrainedModel, LlamaModel):
         Positions count columns, padding included: the prefix is padded on the left to `prefix_length`, so that the
         first code always stands at position `prefix_length`, as in the published model.
         """
+        cache = kwargs.pop(CACHE_KEYWORD, cache)  # where transformers calls it by an older name
         if inputs_embeds is None:
             if input_ids is None:
                 raise ValueError("Pass `input_ids` or `inputs_embeds`; both are None.")
@@ -165,8 +172,8 @@ class LlamaGenModel(LlamaGenPreTrainedModel, LlamaModel):
         return super().forward(
             attention_mask=attention_mask,
             position_ids=position_ids,
-            cache=cache,
             inputs_embeds=inputs_embeds,
+            **{CACHE_KEYWORD: cache},
             **kwargs,
         )
 
@@ -207,7 +214,7 @@ class LlamaGenForConditionalGeneration(LlamaGenPreTrainedModel, GenerationMixin)
 
     def prepare_inputs_for_generation(self, input_ids: Tensor, next_sequence_length: int | None = None, **kwargs):
         """Positions follow columns, and the caption enters once, with the prefix."""
-        cache = kwargs.get("cache")
+        cache = kwargs.get(CACHE_KEYWORD)
         past = 0 if cache is None else int(cache.get_seq_length())  # a static cache gives a live tensor
         length = input_ids.shape[1] if next_sequence_length is None else next_sequence_length
         start = past if next_sequence_length is not None or past else 0
@@ -269,7 +276,7 @@ class LlamaGenForConditionalGeneration(LlamaGenPreTrainedModel, GenerationMixin)
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            cache=outputs.cache,
+            **{CACHE_KEYWORD: getattr(outputs, CACHE_KEYWORD)},
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
@@ -289,6 +296,18 @@ def interleaved_to_halves(weight: Tensor, num_heads: int) -> Tensor:
     return weight.view(num_heads, rows // num_heads // 2, 2, columns).transpose(1, 2).reshape(rows, columns)
 
 
+_PUBLISHED_NAMES = {
+    "model.cls_embedding.cap_proj.": "model.prefix.",
+    "model.cls_embedding.uncond_embedding": "model.prefix.uncond_embedding",
+    "model.cls_embedding.embedding_table.": "model.prefix.class_embedding.",
+}
+
+
+def rename_published(key: str) -> str:
+    """Give the name in `LlamaGenForConditionalGeneration` of a Hub-style tensor; most are the same."""
+    return next((new + key[len(old) :] for old, new in _PUBLISHED_NAMES.items() if key.startswith(old)), key)
+
+
 def convert_published_state_dict(state_dict: dict[str, Tensor], config: LlamaGenConfig) -> dict[str, Tensor]:
     """Rename and reorder Hub-style LlamaGen weights (`jadohu/LlamaGen-T2I`) for `LlamaGenForConditionalGeneration`.
 
@@ -299,15 +318,10 @@ def convert_published_state_dict(state_dict: dict[str, Tensor], config: LlamaGen
     Returns:
         A state dict for `load_state_dict(strict=True)`.
     """
-    renames = {
-        "model.cls_embedding.cap_proj.": "model.prefix.",
-        "model.cls_embedding.uncond_embedding": "model.prefix.uncond_embedding",
-        "model.cls_embedding.embedding_table.": "model.prefix.class_embedding.",
-    }
     heads = {"q_proj.weight": config.num_attention_heads, "k_proj.weight": config.num_key_value_heads}
     converted = {}
     for key, value in state_dict.items():
-        name = next((new + key[len(old) :] for old, new in renames.items() if key.startswith(old)), key)
+        name = rename_published(key)
         rotated = next((count for suffix, count in heads.items() if key.endswith(suffix)), None)
         value = value if rotated is None else interleaved_to_halves(value, rotated)
         # Published models keep 120 unconditional rows whatever the prefix length; only the first are ever read.

@@ -8,7 +8,7 @@ ids, only codes.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,8 +53,7 @@ def llamagen_vq(state_dict: Mapping[str, Any], config: Mapping[str, Any] | None 
     Raises:
         ValueError: A key is unknown or missing, or a shape does not fit; all of them are named.
     """
-    weights = _unwrap(state_dict)
-    return _build(weights, config, lambda side, level, levels: level, normalize_codebook=True)
+    return _build(_unwrap(state_dict), config, "llamagen")
 
 
 def chameleon_vq(state_dict: Mapping[str, Any], config: Mapping[str, Any] | None = None) -> VQModel:
@@ -71,13 +70,7 @@ def chameleon_vq(state_dict: Mapping[str, Any], config: Mapping[str, Any] | None
     Raises:
         ValueError: A key is unknown or missing, or a shape does not fit; all of them are named.
     """
-    weights = _unwrap(state_dict)
-
-    def block_of(side: str, level: int, levels: int) -> int:
-        # taming numbers the decoder's levels by resolution, diffusers in the order they run
-        return levels - 1 - level if side == "decoder" else level
-
-    return _build(weights, config, block_of, normalize_codebook=False)
+    return _build(_unwrap(state_dict), config, "chameleon")
 
 
 def infer_vq_config(state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -209,21 +202,39 @@ def _shape(weights: Mapping[str, Tensor], key: str) -> torch.Size:
     return weights[key].shape
 
 
-def _build(
-    weights: dict[str, Tensor],
-    config: Mapping[str, Any] | None,
-    block_of: Callable[[str, int, int], int],
-    *,
-    normalize_codebook: bool,
-) -> VQModel:
+def vq_names(keys: Iterable[str], family: str, levels: int) -> dict[str, str]:
+    """Give diffusers' name of each published key.
+
+    Args:
+        keys: Published keys.
+        family: `"llamagen"`, or `"chameleon"`, whose decoder numbers its levels by resolution where diffusers numbers
+            them in the order they run.
+        levels: Resolution levels of the model.
+
+    Returns:
+        Names by key; an unknown key keeps its own.
+    """
+
+    def block_of(side: str, level: int) -> int:
+        return levels - 1 - level if side == "decoder" and family == "chameleon" else level
+
+    return {key: _rename(key, block_of) for key in keys}
+
+
+def is_attention_projection(name: str, shape: Sequence[int]) -> bool:
+    """Tell by diffusers' name and published shape whether a weight is a 1x1 convolution and a Linear in diffusers."""
+    return ".attentions." in name and len(shape) == 4 and tuple(shape[2:]) == (1, 1)
+
+
+def _build(weights: dict[str, Tensor], config: Mapping[str, Any] | None, family: str) -> VQModel:
     """Rename the weights, check them against a fresh model key by key, and load them."""
     vq = VQModel(**(infer_vq_config(weights) if config is None else config))
-    levels = len(vq.config.block_out_channels)
-    renamed = {_rename(key, block_of, levels): value for key, value in weights.items()}
+    names = vq_names(weights, family, len(vq.config.block_out_channels))
+    renamed = {names[key]: value for key, value in weights.items()}
     expected = vq.state_dict()
     for key, value in renamed.items():
-        if ".attentions." in key and value.dim() == 4 and value.shape[2:] == (1, 1):
-            renamed[key] = value[:, :, 0, 0]  # a 1x1 convolution is a Linear
+        if is_attention_projection(key, value.shape):
+            renamed[key] = value[:, :, 0, 0]
     if not any(key.startswith("encoder.") for key in renamed):
         renamed |= {
             key: torch.full_like(value, torch.nan)
@@ -231,20 +242,20 @@ def _build(
             if key.startswith(("encoder.", "quant_conv.")) and key not in renamed
         }
     _check_keys(renamed, expected)
-    if normalize_codebook:
+    if family == "llamagen":
         renamed["quantize.embedding.weight"] = F.normalize(renamed["quantize.embedding.weight"].float(), dim=-1)
     vq.load_state_dict(renamed)
     return vq.eval()
 
 
-def _rename(key: str, block_of: Callable[[str, int, int], int], levels: int) -> str:
+def _rename(key: str, block_of: Callable[[str, int], int]) -> str:
     """Give diffusers' name of one published key; an unknown key comes back as it is and fails the check."""
     if match := _LEVEL_KEY.match(key):
         side, level, rest = match[1], int(match[2]), match[3]
         for pattern, replacement in _LEAVES:
             rest = pattern.sub(replacement, rest)
         blocks = "down_blocks" if side == "encoder" else "up_blocks"
-        key = f"{side}.{blocks}.{block_of(side, level, levels)}.{rest}"
+        key = f"{side}.{blocks}.{block_of(side, level)}.{rest}"
     for published, name in _MIDDLE.items():
         key = re.sub(rf"^(encoder|decoder)\.{re.escape(published)}", rf"\1.{name}", key)
     if match := re.match(r"(.+\.attentions\.\d+)\.(\w+)\.(weight|bias)$", key):

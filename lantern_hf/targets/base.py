@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.cache_utils import Cache
 
+from lantern_hf._placement import execution_device
 from lantern_hf.cache import CACHE_KEYWORD
 
 
@@ -36,6 +38,15 @@ class TargetAdapter:
     """Adapter of a Llama-like target. A family overrides what differs.
 
     An adapter is made for one `generate` call and may cache what the prompt decides; it keeps nothing on the model.
+    What a user may set for a family are keyword-only arguments of its `__init__`; they arrive by
+    `generate(..., target_options={...})`, and adapters work without them.
+
+    **Structure.** A family whose images hold more than codes (ends of rows, sizes, an end) sets `structured` and
+    overrides `start`, `advance`, `forced` and `allowed`. They are asked about *offsets*: how many tokens an image has
+    before the one in question, its begin-image token left out. The loop asks with the same rules when it drafts and
+    when it verifies, so that a forced token is drafted at rank 0, accepted always and relaxed never; it costs a node,
+    and no rejection. Their answers are made of tensors on the device of the question, by operators that do not wait for
+    it (no `.item()`, no `nonzero`, no indexing with a bool), one row never looking at another.
 
     Args:
         model: The target.
@@ -43,15 +54,29 @@ class TargetAdapter:
 
     Attributes:
         family: Name of the family.
+        model_types: What `config.model_type` may be when a user names the family; empty is anything.
         has_codebook: Whether the family generates images, and so can be relaxed.
+        codebook_metric: Distance between codes, as `NeighborTable.from_codebook` takes it: `"cosine"` for a codebook
+            that is normalised at lookup.
         columns: Token ids that may be emitted, `(C,)` int64, codebook entries first and in order; None is the identity.
         num_codes: How many of the first columns are codebook entries; 0 means that acceptance is strict.
+        structured: Whether some offsets force a token or allow only some columns.
+        returns_prompt: Whether `generate` of an attached model gives the prompt back in front of an image.
     """
 
     family: ClassVar[str]
+    model_types: ClassVar[tuple[str, ...]] = ()
     has_codebook: ClassVar[bool] = False
+    codebook_metric: ClassVar[str] = "l2"
     columns: Tensor | None = None
     num_codes: int = 0
+    structured: bool = False
+    returns_prompt: ClassVar[bool] = True
+
+    @property
+    def num_columns(self) -> int:
+        """C, the tokens that may be emitted."""
+        return (self.num_codes or self.vocab_size) if self.columns is None else len(self.columns)
 
     @property
     def codebook_size(self) -> int:
@@ -69,10 +94,8 @@ class TargetAdapter:
 
     @property
     def device(self) -> torch.device:
-        """Where the embedding is; the CPU when accelerate keeps it nowhere between calls."""
-        weight: Any = self.model.get_input_embeddings().weight
-        device = weight.device
-        return torch.device("cpu") if device.type == "meta" else device
+        """Where the embedding runs, also when accelerate keeps its weight elsewhere between calls."""
+        return execution_device(self.model.get_input_embeddings())
 
     @property
     def text_config(self) -> Any:
@@ -85,12 +108,133 @@ class TargetAdapter:
         return self.text_config.vocab_size
 
     def codebook(self) -> Tensor | None:
-        """Latents of the image codes, `(K, d)`, as distances between them are meant; None when the model holds none."""
+        """Latents of the image codes, `(K, d)`, as the model stores them; None when it holds none."""
         return None
 
     def unconditional(self, input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Unconditional prompt and its mask when the user gave none; by default the last token, as in transformers."""
         return input_ids[:, -1:], None
+
+    @classmethod
+    def generate_arguments(cls, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+        """Turn a call of an attached model into one of transformers' common `generate`.
+
+        For families whose own `generate` takes no decoding loop, or that the common one prepares wrongly.
+
+        Args:
+            model: The target.
+            args: Positional arguments of the call.
+            kwargs: Its keyword arguments, those of `lantern_generate` among them.
+
+        Returns:
+            Keyword arguments of `GenerationMixin.generate`; None leaves the call to the model's own method.
+        """
+        return None
+
+    def read_call(self, input_ids: Tensor, model_kwargs: dict[str, Any]) -> None:
+        """Learn from a call what its prompts do not tell, before anything else is asked; by default nothing.
+
+        Args:
+            input_ids: Prompts, `(B, S)` int64.
+            model_kwargs: What `generate` passes to the model.
+        """
+
+    def stopping(self, criteria: StoppingCriteriaList) -> StoppingCriteriaList:
+        """Take out the criteria that mean nothing for what is generated; by default none."""
+        return criteria
+
+    def take_over(self, processors: LogitsProcessorList) -> LogitsProcessorList:
+        """Take out the user's processors that the family's structure replaces; by default none.
+
+        Args:
+            processors: As `generate` prepares them, guidance included.
+
+        Returns:
+            Those that stay.
+        """
+        return processors
+
+    def start(self, input_ids: Tensor) -> Tensor:
+        """Offset behind each prompt `(B, S)`: tokens that its open image has already; `(B,)` int64."""
+        return torch.zeros(len(input_ids), dtype=torch.long, device=input_ids.device)
+
+    def advance(self, offset: Tensor, token_ids: Tensor) -> Tensor:
+        """Offset behind a token.
+
+        Args:
+            offset: Offset that the token was decided at, `(B, ...)` int64.
+            token_ids: The tokens, same shape.
+
+        Returns:
+            Same shape. A family in which images and text follow one another turns back to a value of its own, such as
+            -1 for text, and to 0 behind a begin-image token.
+        """
+        return offset + 1
+
+    def forced(self, offset: Tensor) -> Tensor:
+        """Token id that must come at an offset `(B, ...)`, or -1; same shape. Every forced id has a column."""
+        return torch.full_like(offset, -1)
+
+    def allowed(self, offset: Tensor) -> Tensor | None:
+        """Columns that may come at an offset `(B, ...)`, as a bool that broadcasts to `(B, ..., C)`; None is all."""
+        return None
+
+    def encode(
+        self,
+        processor: Any,
+        prompts: Sequence[str],
+        *,
+        guided: bool = False,
+        height: int | Sequence[int] | None = None,
+        width: int | Sequence[int] | None = None,
+    ) -> dict[str, Any]:
+        """Turn texts into arguments of `generate` that ask for one image each; see `lantern_hf.image_prompts`.
+
+        Args:
+            processor: The model's processor or tokenizer.
+            prompts: One text an image.
+            guided: Whether to add the unconditional prompts that guidance needs.
+            height: Height in pixels, for families of several sizes.
+            width: Width in pixels.
+
+        Returns:
+            `input_ids`, `attention_mask`, `max_new_tokens` and whatever else the family needs, tensors on the CPU.
+
+        Raises:
+            ValueError: The family makes no images from text alone, or none of this size.
+        """
+        raise ValueError(
+            f"{type(self).__name__} makes no images from text alone. Encode the prompt with the tokenizer."
+        )
+
+    def image_codes(self, token_ids: Tensor) -> list[list[Tensor]]:
+        """Find the complete images in generated tokens.
+
+        Args:
+            token_ids: What `generate` added to the prompts, `(B, T)` int64; rows may end early.
+
+        Returns:
+            For each row its images, each `(h, w)` int64 codes.
+
+        Raises:
+            ValueError: The family generates no images, or does not know their height and width.
+        """
+        raise ValueError(f"{type(self).__name__} knows no images. Decode the tokens with the tokenizer.")
+
+    def pixels(self, codes: Tensor, vq_model: Any = None) -> Tensor:
+        """Decode images.
+
+        Args:
+            codes: `(B, h, w)` int64.
+            vq_model: Decoder, for families whose model has none.
+
+        Returns:
+            `(B, 3, H, W)` floating point, nominally in [-1, 1], not clamped.
+
+        Raises:
+            ValueError: A decoder is needed and missing.
+        """
+        raise ValueError(f"{type(self).__name__} decodes no images. Decode the tokens with the tokenizer.")
 
     def prefill(self, input_ids: Tensor, cache: Cache, *, all_layers: bool = False, **model_kwargs: Any) -> Prefill:
         """Read the prompt into an empty cache.
@@ -175,6 +319,14 @@ class TargetAdapter:
             inverse[self.columns.to(token_ids.device)] = torch.arange(len(self.columns), device=token_ids.device)
             self._inverse = inverse
         return self._inverse[token_ids]
+
+
+def left_padded(rows: Sequence[Sequence[int]], pad_token_id: int) -> dict[str, Tensor]:
+    """Stack token ids of unequal length: `input_ids` `(B, S)` int64 padded on the left, and their `attention_mask`."""
+    width = max(len(row) for row in rows)
+    ids = [[pad_token_id] * (width - len(row)) + list(row) for row in rows]
+    mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
+    return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
 
 
 def to_module(module: nn.Module, tensor: Any) -> Any:

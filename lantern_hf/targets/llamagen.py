@@ -43,3 +43,23 @@ class LlamaGenAdapter(TargetAdapter):
     def logits(self, hidden_states: Tensor) -> Tensor:
         """Logits of the codes, `(..., K)`."""
         return self.model.image_logits(to_module(self.model.lm_head, hidden_states))
+
+    def image_codes(self, token_ids: Tensor) -> list[list[Tensor]]:
+        """The one image of each row that has all its codes, `(h, w)` int64."""
+        height, width = self.model.config.grid_size
+        whole = token_ids.shape[1] >= height * width
+        return [[row[: height * width].view(height, width)] if whole else [] for row in token_ids]
+
+    def pixels(self, codes: Tensor, vq_model: Any = None) -> Tensor:
+        """Decode `(B, h, w)` codes with the VQ model they belong to.
+
+        Raises:
+            ValueError: There is no `vq_model`.
+        """
+        if vq_model is None:
+            raise ValueError(
+                "LlamaGen holds no decoder of its codes. Pass `vq_model`, the VQ model it was trained with."
+            )
+        from lantern_hf.models.vq import decode_codes  # diffusers, which decoding tokens does not need
+
+        return decode_codes(vq_model, codes)

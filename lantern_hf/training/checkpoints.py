@@ -19,13 +19,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.utils import logging
 
-from lantern_hf.draft import LanternDraftModel
+from lantern_hf.draft import NEIGHBORS_FILE, LanternDraftModel
+from lantern_hf.training.storage import replace_folder, sync, writing
 
-__all__ = ["Checkpoint", "newest_checkpoint", "save_checkpoint"]
+__all__ = ["Checkpoint", "export_head", "newest_checkpoint", "save_checkpoint"]
 
 logger = logging.get_logger(__name__)
 
-_STATE, _WEIGHTS = "training_state.pt", "model.safetensors"
+_STATE, _WEIGHTS, _EXPORT = "training_state.pt", "model.safetensors", ".head.tmp"
 # What reading a damaged or half-deleted checkpoint raises.
 _UNREADABLE = (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError, SafetensorError)
 
@@ -56,22 +57,24 @@ def save_checkpoint(folder: Path, step: int, head: LanternDraftModel, state: dic
 
     Returns:
         The checkpoint's folder. Until it has this name, the earlier checkpoints are untouched.
+
+    Raises:
+        OSError: The disk is full, or the folder cannot be written.
     """
-    final, temporary = folder / f"step-{step:08d}", folder / f".step-{step:08d}.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
+    final, old = folder / f"step-{step:08d}", _by_age(folder)
     # As `save_pretrained`, but in one file whatever the size, and without a progress bar of its own.
-    head.config.save_pretrained(temporary)
     weights = {name: value.detach().contiguous() for name, value in head.state_dict().items()}
-    save_file(weights, temporary / _WEIGHTS, metadata={"format": "pt"})
-    torch.save(state, temporary / _STATE)
-    for file in temporary.iterdir():
-        _sync(file)
-    shutil.rmtree(final, ignore_errors=True)  # one of this step that could not be read
-    os.replace(temporary, final)
-    _sync(folder)
-    for old in _by_age(folder)[keep:]:
-        shutil.rmtree(old, ignore_errors=True)
+
+    def write(temporary: Path) -> None:
+        head.config.save_pretrained(temporary)
+        save_file(weights, temporary / _WEIGHTS, metadata={"format": "pt"})
+        torch.save(state, temporary / _STATE)
+
+    last = f"The last good checkpoint is {old[0]}" if old else "There is no earlier checkpoint"
+    with writing(f"Checkpoint {final}", f"{last}; make room or choose another place, and run again to go on from it."):
+        replace_folder(final, write)
+    for folder_of_old in _by_age(folder)[keep:]:
+        shutil.rmtree(folder_of_old, ignore_errors=True)
     return final
 
 
@@ -86,17 +89,32 @@ def newest_checkpoint(folder: Path) -> Checkpoint | None:
     return None
 
 
+def export_head(folder: Path, head: LanternDraftModel) -> None:
+    """Save a head as `save_pretrained` does, every file whole under its name or not there.
+
+    Args:
+        folder: Where to; other files there stay.
+        head: The head.
+
+    Raises:
+        OSError: The disk is full, or the folder cannot be written.
+    """
+    temporary = folder / _EXPORT
+    shutil.rmtree(temporary, ignore_errors=True)
+    hint = "The head is in the last checkpoint; make room, and run again to save it."
+    try:
+        with writing(f"The head in {folder}", hint):
+            head.save_pretrained(temporary)
+            for file in sorted(temporary.iterdir()):
+                sync(file)
+                os.replace(file, folder / file.name)
+            if head.neighbors is None:  # a table that an earlier head left there
+                (folder / NEIGHBORS_FILE).unlink(missing_ok=True)
+            sync(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
 def _by_age(folder: Path) -> list[Path]:
     """Complete checkpoints, newest first."""
     return sorted(folder.glob("step-[0-9]*"), reverse=True)
-
-
-def _sync(path: Path) -> None:
-    """Have the system write a file or a folder's names to the disk."""
-    if os.name == "nt" and path.is_dir():  # Windows opens no folders
-        return
-    descriptor = os.open(path, os.O_RDWR if path.is_file() else os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lantern_hf.tree import get_tree
+
 __all__ = ["TrainingConfig"]
 
 SCHEDULES = ("cosine", "linear", "constant")
@@ -23,6 +25,10 @@ FREE_FIELDS = (
     "keep_checkpoints",
     "num_workers",
     "activation_checkpointing",
+    "tree",
+    # How the batch of one step is spread over processes and forwards; their product must stay.
+    "batch_size",
+    "gradient_accumulation",
 )
 
 
@@ -48,10 +54,17 @@ class TrainingConfig:
             EAGLE paper. (EAGLE's code scales it by 512 / length; here it does not depend on the length.) It is
             absolute: hidden states come out of the target's final norm, with entries of order 1.
         guidance_dropout: Chance that a row's prompt is replaced by the unconditional one, so that the head can also
-            draft the second stream of classifier-free guidance. Use 0 for a target that is never guided.
+            draft the second stream of classifier-free guidance. Use 0 for a target that is never guided. Not looked at
+            with `guidance_scale`.
+        guidance_scale: Train on guided distributions at this scale, above 1: every sequence is read behind its own and
+            behind the unconditional prompt, and `u + s * (c - u)` of the head is compared with that of the target.
+            It makes a forward twice as large. None trains on each prompt's own distribution.
         unroll_steps: Passes of the head over each sequence, 1 to 3. From the second pass on it reads its own output in
             place of the target's hidden states, as it does at that depth of a tree.
         unroll_decay: Weight of each pass relative to the one before.
+        ema_decay: Decay of an average of the weights, such as 0.999, which is then what is evaluated and saved as the
+            head: `min(ema_decay, (1 + step) / (10 + step))` of it stays at each step. None keeps no average.
+        tree: Tree whose tokens per pass evaluations estimate, a preset's name.
         seed: Decides the order of the data, every random draw and the weights of a new head.
         save_every: Steps between checkpoints (and evaluations); None saves only at the end.
         log_every: Steps between lines of the log.
@@ -83,8 +96,11 @@ class TrainingConfig:
     distribution_loss_weight: float = 0.1
     feature_noise: float = 0.1
     guidance_dropout: float = 0.1
+    guidance_scale: float | None = None
     unroll_steps: int = 1
     unroll_decay: float = 0.8
+    ema_decay: float | None = None
+    tree: str = "eagle_25"
     seed: int = 0
     save_every: int | None = 1000
     log_every: int = 10
@@ -127,6 +143,12 @@ class TrainingConfig:
                 raise ValueError(f"`{name}` must be at least 0, got {getattr(self, name)}.")
         if not 0 <= self.guidance_dropout <= 1:
             raise ValueError(f"`guidance_dropout` is a probability in [0, 1], got {self.guidance_dropout}.")
+        if self.guidance_scale is not None and not 1 < self.guidance_scale < math.inf:
+            raise ValueError(
+                f"`guidance_scale` must be above 1, got {self.guidance_scale}. Use None to train without guidance."
+            )
+        if self.ema_decay is not None and not 0 < self.ema_decay < 1:
+            raise ValueError(f"`ema_decay` must be in (0, 1), got {self.ema_decay}. Use None to keep no average.")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"`betas` must be two numbers in [0, 1), got {self.betas}.")
         if not self.feature_loss_weight and not self.distribution_loss_weight:
@@ -139,6 +161,7 @@ class TrainingConfig:
         for name, allowed in (("schedule", SCHEDULES), ("mixed_precision", PRECISIONS)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"`{name}` must be one of {list(allowed)}, got {getattr(self, name)!r}.")
+        get_tree(self.tree)  # refuses unknown names
         if self.unroll_steps not in range(1, MAX_UNROLL + 1):
             raise ValueError(
                 f"`unroll_steps` must be 1 to {MAX_UNROLL}, got {self.unroll_steps!r}. 1 is plain training."

@@ -8,6 +8,7 @@ generate.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Dataset
 
-__all__ = ["SeededBatches", "TokenBatch", "TokenSequences", "collate"]
+__all__ = ["SeededBatches", "TokenBatch", "TokenSequences", "collate", "fetch", "places_of_batch"]
 
 
 class TokenSequences(Dataset):
@@ -50,6 +51,15 @@ class TokenSequences(Dataset):
             )
         self._columns = dict(prompts) | {"tokens": tokens}
 
+    @property
+    def fingerprint(self) -> str:
+        """A hash of every value."""
+        digest = hashlib.blake2b(digest_size=16)
+        for name, value in sorted(self._columns.items()):
+            digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
+            digest.update(value.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
     def __len__(self) -> int:
         return len(self._columns["tokens"])
 
@@ -75,6 +85,11 @@ class TokenBatch:
         """Give the batch on another device."""
         prompt = {name: value.to(device) for name, value in self.prompt.items()}
         return TokenBatch(prompt, self.tokens.to(device), self.tokens_mask.to(device))
+
+    def select(self, rows: Sequence[int]) -> TokenBatch:
+        """Give some rows, padded as they are here."""
+        prompt = {name: value[list(rows)] for name, value in self.prompt.items()}
+        return TokenBatch(prompt, self.tokens[list(rows)], self.tokens_mask[list(rows)])
 
 
 def collate(items: Sequence[Mapping[str, Any]]) -> TokenBatch:
@@ -104,6 +119,18 @@ def collate(items: Sequence[Mapping[str, Any]]) -> TokenBatch:
     lengths = torch.tensor([len(row["tokens"]) for row in rows])
     tokens = torch.nn.utils.rnn.pad_sequence([row["tokens"].long() for row in rows], batch_first=True)
     return TokenBatch(prompt, tokens, torch.arange(tokens.shape[1]) < lengths[:, None])
+
+
+def fetch(dataset: Any, indices: Sequence[int]) -> list[Mapping[str, Any]]:
+    """Give items of a dataset, all at once where it can (`__getitems__`), as torch's loader does."""
+    together = getattr(dataset, "__getitems__", None)
+    return [dataset[index] for index in indices] if together is None else together(list(indices))
+
+
+def places_of_batch(batch: int, batch_size: int, rank: int, num_processes: int) -> range:
+    """Places of a batch of one process in the order of the whole run, which no number of processes changes."""
+    first = (batch * num_processes + rank) * batch_size
+    return range(first, first + batch_size)
 
 
 def _stack(name: str, rows: list[dict[str, Tensor]], longest: int) -> Tensor:
@@ -158,9 +185,8 @@ class SeededBatches:
     def __iter__(self) -> Iterator[list[int]]:
         order = lru_cache(maxsize=2)(self._order)
         for batch in self._range:
-            first = (batch * self._num_processes + self._rank) * self._batch_size
-            places = [divmod(place, self._num_items) for place in range(first, first + self._batch_size)]
-            yield [order(epoch)[place] for epoch, place in places]
+            places = places_of_batch(batch, self._batch_size, self._rank, self._num_processes)
+            yield [order(epoch)[index] for epoch, index in (divmod(place, self._num_items) for place in places)]
 
     def _order(self, epoch: int) -> list[int]:
         """Order of one epoch."""

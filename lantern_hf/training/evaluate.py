@@ -1,21 +1,24 @@
-"""`evaluate_head`: how well a head predicts its target on given sequences; training takes its batches from here too."""
+"""`evaluate_head`: how well a head predicts its target on given sequences, and what that gives in decoding."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lantern_hf.draft import LanternDraftModel
-from lantern_hf.targets import adapter_for
-from lantern_hf.training.data import TokenBatch, collate
-from lantern_hf.training.features import drop_prompts, frozen, target_features
+from lantern_hf.training.data import collate, fetch
+from lantern_hf.training.features import frozen
+from lantern_hf.training.forecast import forecast_passes
 from lantern_hf.training.losses import DraftObjective
-from lantern_hf.training.runtime import Sums, autocast, input_device
+from lantern_hf.training.runtime import Sums, autocast, seed_of
+from lantern_hf.training.source import FeatureSource
+from lantern_hf.tree import DraftTree, get_tree
 
-__all__ = ["batch_losses", "evaluate_head", "mean_losses"]
+__all__ = ["EVAL_DEPTHS", "evaluate_head", "mean_metrics"]
+
+EVAL_DEPTHS = 5
 
 
 @torch.no_grad()
@@ -25,50 +28,63 @@ def evaluate_head(
     dataset: Any,
     *,
     batch_size: int = 8,
-    unroll_steps: int = 1,
+    depths: int = EVAL_DEPTHS,
+    tree: str | DraftTree | None = "eagle_25",
+    guidance_scale: float | None = None,
     mixed_precision: str = "no",
+    seed: int = 0,
 ) -> dict[str, float]:
     """Measure a head on sequences, without noise or dropped prompts.
 
     Args:
         target: The target.
         head: Its head.
-        dataset: Sequences, as for `train_head`.
+        dataset: Sequences, as for `train_head`. Sequences that the target drew itself, with the guidance given here,
+            make the estimates of decoding unbiased.
         batch_size: Sequences of one forward.
-        unroll_steps: Depths of a chain to measure, 1 to 3.
+        depths: Depths of a chain to measure.
+        tree: Tree whose tokens per pass are estimated; None for none.
+        guidance_scale: Guidance of the decoding; None is none.
         mixed_precision: As in `TrainingConfig`.
+        seed: Decides the draws of the estimate.
 
     Returns:
         `loss` (with the default weights), `feature_loss`, `distribution_loss`, `overlap` (the chance that strict
-        decoding accepts a token drafted at depth 1), `agreement`, and `overlap_2`, `overlap_3` for the depths below.
+        decoding accepts a token drafted at depth 1), `agreement` and `agreement_top5`, `overlap_2`, `overlap_3`... for
+        the depths below. With a tree also `tokens_per_pass` of strict decoding, see `lantern_hf.training.forecast`, and
+        `accepted_1`, `accepted_2`..., the share of passes that accept a token at that depth.
     """
-    objective = DraftObjective(head, unroll_steps=unroll_steps).eval()
-    batches = [list(range(len(dataset)))[start : start + batch_size] for start in range(0, len(dataset), batch_size)]
+    objective = DraftObjective(head, guidance_scale=guidance_scale).eval()
+    shape = None if tree is None else get_tree(tree)
     with frozen(target), autocast(head.device, mixed_precision):
-        return mean_losses(target, objective, dataset, batches)
+        return mean_metrics(target, objective, dataset, batch_size, depths, shape, seed)
 
 
-def mean_losses(
-    target: PreTrainedModel, objective: nn.Module, dataset: Any, batches: list[list[int]]
+def mean_metrics(
+    target: PreTrainedModel,
+    objective: DraftObjective,
+    dataset: Any,
+    batch_size: int,
+    depths: int,
+    tree: DraftTree | None,
+    seed: int,
 ) -> dict[str, float]:
-    """Mean of every metric over the sequences of some batches."""
-    sums, rows = Sums(), 0
-    for indices in batches:
-        rows += len(indices)
-        sums.add(
-            {k: v.sum() for k, v in batch_losses(target, objective, collate([dataset[i] for i in indices])).items()}
-        )
-    return {name: value / rows for name, value in sums.take().items()}
-
-
-def batch_losses(
-    target: PreTrainedModel, model: nn.Module, batch: TokenBatch, dropout: float = 0.0
-) -> dict[str, Tensor]:
-    """Loss and metrics of each row of a batch, see `DraftObjective`."""
-    batch = batch.to(input_device(target))
-    adapter = adapter_for(target, batch.prompt["input_ids"])
-    if dropout:
-        dropped = torch.rand(len(batch.tokens)) < dropout
-        batch = drop_prompts(adapter, batch, dropped) if bool(dropped.any()) else batch
-    features = target_features(adapter, batch, next(model.parameters()).device)
-    return model(features, adapter)
+    """Mean of every metric over all sequences, and the ratios that the forecast gives; arguments as `evaluate_head`."""
+    device, scale = objective.head.device, objective.guidance_scale
+    source, sums, count = FeatureSource(target, device, guidance_scale=scale), Sums(), len(dataset)
+    for first in range(0, count, batch_size):
+        indices = range(first, min(first + batch_size, count))
+        features, adapter, batch = source.read(collate(fetch(dataset, indices)))
+        rows = objective(features, adapter, depths)
+        if tree is not None:
+            generator = torch.Generator(device).manual_seed(seed_of(seed, first, "forecast"))
+            parts = features, adapter, batch, tree
+            rows |= forecast_passes(objective.head, *parts, guidance_scale=scale, generator=generator)
+        sums.add({name: values.sum() for name, values in rows.items()})
+    totals = sums.take()
+    passes, tokens = totals.pop("passes", None), totals.pop("tokens", 0.0)
+    metrics = {name: value / count for name, value in totals.items() if not name.startswith("accepted_")}
+    if passes is None:
+        return metrics
+    accepted = {name: value / passes for name, value in totals.items() if name.startswith("accepted_")}
+    return metrics | {"tokens_per_pass": tokens / passes} | accepted

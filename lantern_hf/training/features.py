@@ -8,9 +8,9 @@ the position of x_{t+1} and is to give h_{t+1}, from which the target draws x_{t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,10 @@ from lantern_hf.targets.attention import attention_argument, tree_attention
 from lantern_hf.targets.base import Prefill
 from lantern_hf.training.data import TokenBatch, pad_left
 
-__all__ = ["TargetFeatures", "drop_prompts", "frozen", "target_features"]
+__all__ = ["TargetFeatures", "both_streams", "drop_prompts", "frozen", "target_features", "with_noise"]
+
+
+_PROMPT = 1 << 40  # tells the seed of a prompt's noise from that of its tokens
 
 
 @dataclass(frozen=True)
@@ -148,6 +151,42 @@ def drop_prompts(adapter: TargetAdapter, batch: TokenBatch, dropped: Tensor) -> 
         prompt[name] = torch.where(dropped[:, None].to(ids.device), replaced, prompt[name])
     prompt.pop("position_ids", None)
     return TokenBatch(prompt, batch.tokens, batch.tokens_mask)
+
+
+def both_streams(adapter: TargetAdapter, batch: TokenBatch) -> TokenBatch:
+    """Give a batch of `(2B, ...)`: its rows, then the same tokens behind the unconditional prompt, as under guidance.
+
+    Args:
+        adapter: Adapter of the target, made for the batch's prompts.
+        batch: The batch, B rows.
+    """
+    prompt = {name: torch.cat([value, value]) for name, value in batch.prompt.items()}
+    twice = TokenBatch(prompt, batch.tokens.repeat(2, 1), batch.tokens_mask.repeat(2, 1))
+    return drop_prompts(adapter, twice, torch.arange(len(twice.tokens)) >= len(batch.tokens))
+
+
+def with_noise(features: TargetFeatures, amount: float, seeds: Sequence[int]) -> TargetFeatures:
+    """Add uniform noise to the hidden states that the head reads; what it is to predict stays.
+
+    A row's noise follows from its seed and, on the CPU, from how far an entry is from the end of the prompt, so it is
+    the same however the row is padded and whichever process trains on it.
+
+    Args:
+        features: Entries of a batch.
+        amount: Half width.
+        seeds: One for each row. Fewer seeds than rows are used again from the first, so that both streams of guidance
+            read the same noise.
+    """
+    if not amount:
+        return features
+    hidden, start = features.hidden, features.start
+    noise = torch.empty_like(hidden, dtype=torch.float32)
+    for row in range(len(hidden)):
+        seed, generator = seeds[row % len(seeds)], torch.Generator(hidden.device)
+        noise[row, start:].uniform_(-amount, amount, generator=generator.manual_seed(seed))
+        noise[row, :start].uniform_(-amount, amount, generator=generator.manual_seed(seed ^ _PROMPT))
+        noise[row, :start] = noise[row, :start].flip(0)  # drawn from the end of the prompt backwards
+    return replace(features, hidden=(hidden + noise).to(hidden.dtype))
 
 
 @contextmanager

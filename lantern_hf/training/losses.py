@@ -15,10 +15,14 @@ from torch import Tensor, nn
 
 from lantern_hf.cache import new_dynamic_cache
 from lantern_hf.draft import LanternDraftModel
+from lantern_hf.processors import guide
 from lantern_hf.targets import TargetAdapter
 from lantern_hf.training.features import TargetFeatures
 
-__all__ = ["DraftObjective", "EntryLosses", "draft_passes", "entry_losses"]
+__all__ = ["DraftObjective", "EntryLosses", "distribution", "draft_passes", "entry_losses"]
+
+
+TOP_K = 5  # how many of the head's most probable tokens `agreement_top5` looks at
 
 
 class EntryLosses(NamedTuple):
@@ -29,36 +33,59 @@ class EntryLosses(NamedTuple):
         distribution: Cross-entropy of the head's distribution q under the target's p, both over the columns.
         overlap: `sum_x min(p, q)`: the chance that strict decoding accepts one token drawn from q.
         agreement: 1 where p and q have the same most probable token.
+        agreement_top5: 1 where p's most probable token is among the 5 most probable of q.
     """
 
     feature: Tensor
     distribution: Tensor
     overlap: Tensor
     agreement: Tensor
+    agreement_top5: Tensor
 
 
-def entry_losses(adapter: TargetAdapter, predicted: Tensor, hidden: Tensor, target_probs: Tensor) -> EntryLosses:
+def distribution(adapter: TargetAdapter, hidden: Tensor, guidance_scale: float | None = None) -> Tensor:
+    """Log-probabilities of the target's output layer on hidden states, the target's own or a head's.
+
+    Args:
+        adapter: Adapter of the target.
+        hidden: Input of the output layer, `(B, n, H)`, or `(2B, n, H)` under guidance, conditional rows first.
+        guidance_scale: Scale s of `u + s * (c - u)`; None without guidance.
+
+    Returns:
+        `(B, n, C)` float32 on the device of `hidden`.
+    """
+    return guide(adapter.logits(hidden).to(hidden.device), guidance_scale).log_softmax(-1)
+
+
+def entry_losses(
+    adapter: TargetAdapter,
+    predicted: Tensor,
+    hidden: Tensor,
+    target_probs: Tensor,
+    guidance_scale: float | None = None,
+) -> EntryLosses:
     """Compare the head's outputs with the target.
 
     Args:
         adapter: Adapter of the target.
-        predicted: Output of the head, `(B, n, H)`.
-        hidden: The target's hidden states there, `(B, n, H)`.
-        target_probs: The target's distributions there, `(B, n, C)`.
+        predicted: Output of the head, `(B, n, H)`; `(2B, n, H)` under guidance, conditional rows first.
+        hidden: The target's hidden states there, of the same shape.
+        target_probs: The target's distributions there, guided alike, `(B, n, C)`.
+        guidance_scale: Compare guided distributions; the feature loss is then the mean over both streams.
     """
     feature = F.smooth_l1_loss(predicted.float(), hidden.float(), reduction="none").mean(-1)
-    logits = adapter.logits(predicted.to(hidden.dtype)).to(predicted.device)
-    logprobs = logits.float().log_softmax(-1)
-    distribution = -(target_probs * logprobs).sum(-1)
+    feature = feature if guidance_scale is None else torch.stack(feature.chunk(2)).mean(0)
+    logprobs = distribution(adapter, predicted.to(hidden.dtype), guidance_scale)
+    cross_entropy = -(target_probs * logprobs).sum(-1)
     with torch.no_grad():
         overlap = torch.minimum(target_probs, logprobs.exp()).sum(-1)
-        agreement = (target_probs.argmax(-1) == logprobs.argmax(-1)).float()
-    return EntryLosses(feature, distribution, overlap, agreement)
+        best = target_probs.argmax(-1, keepdim=True)
+        ranked = logprobs.topk(min(TOP_K, logprobs.shape[-1]), dim=-1).indices
+    same = (ranked == best).float()
+    return EntryLosses(feature, cross_entropy, overlap, same[..., 0], same.sum(-1))
 
 
-def draft_passes(
-    head: LanternDraftModel, features: TargetFeatures, steps: int = 1, noise: float = 0.0
-) -> Iterator[Tensor]:
+def draft_passes(head: LanternDraftModel, features: TargetFeatures, steps: int = 1) -> Iterator[Tensor]:
     """Run the head over all entries, then over its own outputs, as it runs down a chain.
 
     Pass 1 reads the target's hidden states. Entry t of pass k reads the output of entry t - 1 of pass k - 1, and
@@ -68,16 +95,14 @@ def draft_passes(
     Args:
         head: The head.
         features: Entries of a batch.
-        steps: Number of passes.
-        noise: Half width of the uniform noise on the target's hidden states.
+        steps: Number of passes; no more are made than there are entries to learn.
 
     Yields:
         Output of pass k for entries `start + k - 1` and later, `(B, E - start - k + 1, H)`.
     """
     entries = torch.arange(features.hidden.shape[1], device=features.hidden.device)
     hidden, keys = features.hidden, [entries]
-    if noise:
-        hidden = hidden + noise * (2 * torch.rand_like(hidden) - 1)
+    steps = min(steps, features.hidden.shape[1] - features.start)
     cache = new_dynamic_cache(head.config) if steps > 1 else None
     plain = features.mask is None and steps == 1
     mask = None if plain else _pass_mask(entries, keys, features.mask)
@@ -118,9 +143,9 @@ class DraftObjective(nn.Module):
         head: The head to train.
         feature_loss_weight: As in `TrainingConfig`, like all others.
         distribution_loss_weight: Weight of the cross-entropy.
-        feature_noise: Noise on the hidden states, in training mode only.
-        unroll_steps: Passes of the head.
+        unroll_steps: Passes of the head that the loss counts.
         unroll_decay: Weight of a pass relative to the one before.
+        guidance_scale: Compare guided distributions of rows that come twice, see `both_streams`.
     """
 
     def __init__(
@@ -129,37 +154,39 @@ class DraftObjective(nn.Module):
         *,
         feature_loss_weight: float = 1.0,
         distribution_loss_weight: float = 0.1,
-        feature_noise: float = 0.0,
         unroll_steps: int = 1,
         unroll_decay: float = 0.8,
+        guidance_scale: float | None = None,
     ):
         super().__init__()
-        self.head = head
+        self.head, self.guidance_scale = head, guidance_scale
         self._weights = feature_loss_weight, distribution_loss_weight
-        self._noise, self._steps, self._decay = feature_noise, unroll_steps, unroll_decay
+        self._steps, self._decay = unroll_steps, unroll_decay
 
-    def forward(self, features: TargetFeatures, adapter: TargetAdapter) -> dict[str, Tensor]:
+    def forward(self, features: TargetFeatures, adapter: TargetAdapter, depths: int = 1) -> dict[str, Tensor]:
         """Compare the head with the target over a batch.
 
         Args:
-            features: What the target says about the batch.
+            features: What the target says about the batch, `(2B, ...)` under guidance.
             adapter: Adapter of the target.
+            depths: Passes to measure at least; those past `unroll_steps` are no part of the loss.
 
         Returns:
-            For each row `(B,)`: `loss` with gradients, and without them `feature_loss`, `distribution_loss`, `overlap`
-            and `agreement` of the first pass, and `overlap_2`, `overlap_3` of the later ones.
+            For each row `(B,)`: `loss` with gradients, and without them `feature_loss`, `distribution_loss`, `overlap`,
+            `agreement` and `agreement_top5` of the first pass, and `overlap_2`, `overlap_3`... of the later ones.
         """
-        hidden = features.next_hidden[:, features.start :]
+        hidden, scale = features.next_hidden[:, features.start :], self.guidance_scale
+        learnt = features.learnt if scale is None else features.learnt.chunk(2)[0]
         with torch.no_grad():
-            probs = adapter.logits(hidden).to(hidden.device).float().softmax(-1)
-        noise = self._noise if self.training else 0.0
+            probs = distribution(adapter, hidden, scale).exp()
         loss: Tensor | float = 0.0
         metrics: dict[str, Tensor] = {}
-        for index, output in enumerate(draft_passes(self.head, features, self._steps, noise)):
-            entries = entry_losses(adapter, output, hidden[:, index:], probs[:, index:])
-            means = EntryLosses(*(row_mean(values, features.learnt[:, index:]) for values in entries))
-            weighted = self._weights[0] * means.feature + self._weights[1] * means.distribution
-            loss = loss + self._decay**index * weighted
+        for index, output in enumerate(draft_passes(self.head, features, max(self._steps, depths))):
+            entries = entry_losses(adapter, output, hidden[:, index:], probs[:, index:], scale)
+            means = EntryLosses(*(row_mean(values, learnt[:, index:]) for values in entries))
+            if index < self._steps:
+                weighted = self._weights[0] * means.feature + self._weights[1] * means.distribution
+                loss = loss + self._decay**index * weighted
             metrics |= _first_pass(means) if index == 0 else {f"overlap_{index + 1}": means.overlap}
         assert isinstance(loss, Tensor)
         return {"loss": loss} | metrics
@@ -167,6 +194,6 @@ class DraftObjective(nn.Module):
 
 def _first_pass(means: EntryLosses) -> dict[str, Tensor]:
     """Name what is reported of the first pass."""
-    feature, distribution = means.feature.detach(), means.distribution.detach()
-    named = {"feature_loss": feature, "distribution_loss": distribution}
-    return named | {"overlap": means.overlap, "agreement": means.agreement}
+    feature, cross_entropy = means.feature.detach(), means.distribution.detach()
+    named = {"feature_loss": feature, "distribution_loss": cross_entropy, "overlap": means.overlap}
+    return named | {"agreement": means.agreement, "agreement_top5": means.agreement_top5}

@@ -1,13 +1,10 @@
-"""What a training step stands on: seeded draws, autocast, sums that stay on the device, a log that can be cut."""
+"""What a training step stands on: seeded draws, autocast, sums that stay on the device."""
 
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import cast
 
 import torch
@@ -15,7 +12,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import PreTrainedModel
 
-__all__ = ["Sums", "autocast", "cut_log", "input_device", "seeded"]
+__all__ = ["Sums", "autocast", "input_device", "seed_of", "seeded"]
 
 
 class Sums:
@@ -28,7 +25,7 @@ class Sums:
     def add(self, metrics: dict[str, Tensor]) -> None:
         """Add one value of each metric, 0-d."""
         self.count += 1
-        self._sums = {name: self._sums.get(name, 0.0) + value.detach() for name, value in metrics.items()}
+        self._sums |= {name: self._sums.get(name, 0.0) + value.detach() for name, value in metrics.items()}
 
     def tensors(self) -> dict[str, Tensor]:
         """The sums so far."""
@@ -44,12 +41,16 @@ class Sums:
         return result
 
 
+def seed_of(*parts: object) -> int:
+    """A seed in [0, 2**63) that follows from `parts`."""
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "big") >> 1
+
+
 @contextmanager
 def seeded(device: torch.device, *parts: object) -> Iterator[None]:
     """Make every draw of torch's global generators follow from `parts`; their state is given back afterwards."""
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(int.from_bytes(digest, "big") >> 1)
+        torch.manual_seed(seed_of(*parts))
         yield
 
 
@@ -62,14 +63,3 @@ def input_device(target: PreTrainedModel) -> torch.device:
     """Device of the target's embeddings; offloaded ones are moved by their hooks."""
     device = cast(Tensor, target.get_input_embeddings().weight).device
     return torch.device("cpu") if device.type == "meta" else device
-
-
-def cut_log(path: Path, step: int) -> None:
-    """Drop the lines of steps that are about to be made again."""
-    if not path.exists():
-        return
-    lines = path.read_text().splitlines()
-    kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(f"{line}\n" for line in kept))
-    os.replace(temporary, path)

@@ -1,16 +1,15 @@
 """`train_head`: the loop that trains a draft head for any target on token sequences.
 
-Everything random in a step (data order, dropped prompts, noise) follows from the seed and the step, and nothing else is
-carried from step to step but weights and optimizer, so a resumed training gives the weights of an uninterrupted one.
+Everything random in a step (data order, dropped prompts, noise) follows from the seed and from places in the run's
+order, and nothing else is carried from step to step but weights and optimizer. So a resumed training gives the weights
+of an uninterrupted one, and several processes give those of one with the same global batch, up to rounding.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
@@ -25,19 +24,25 @@ from transformers.utils import logging
 
 from lantern_hf.draft import LanternDraftModel
 from lantern_hf.targets import adapter_for
-from lantern_hf.training.checkpoints import newest_checkpoint, save_checkpoint
+from lantern_hf.training.checkpoints import export_head, newest_checkpoint, save_checkpoint
 from lantern_hf.training.config import TrainingConfig
-from lantern_hf.training.data import SeededBatches, TokenBatch, collate
-from lantern_hf.training.evaluate import batch_losses, mean_losses
+from lantern_hf.training.data import SeededBatches, TokenBatch, collate, fetch, places_of_batch
+from lantern_hf.training.evaluate import EVAL_DEPTHS, mean_metrics
+from lantern_hf.training.feature_cache import FeatureCache
 from lantern_hf.training.features import frozen
 from lantern_hf.training.losses import DraftObjective
-from lantern_hf.training.runtime import Sums, autocast, cut_log, input_device, seeded
+from lantern_hf.training.optimization import WeightAverage, make_optimizer
+from lantern_hf.training.reporting import Reporter
+from lantern_hf.training.runtime import Sums, autocast, input_device, seeded
+from lantern_hf.training.source import FeatureSource
+from lantern_hf.training.storage import remove_leftovers, writing
+from lantern_hf.tree import get_tree
 
 __all__ = ["train_head"]
 
 logger = logging.get_logger(__name__)
 
-CHECKPOINTS, LOG = "checkpoints", "log.jsonl"
+CHECKPOINTS = "checkpoints"
 
 
 def train_head(
@@ -48,20 +53,24 @@ def train_head(
     head: LanternDraftModel | None = None,
     output_dir: str | os.PathLike[str] | None = None,
     eval_dataset: Any = None,
+    feature_cache: FeatureCache | None = None,
     accelerator: Accelerator | None = None,
 ) -> LanternDraftModel:
     """Train a draft head for a target.
 
     Args:
-        target: The model to draft for, already on its devices. It is frozen and in eval mode while the head trains.
-        dataset: Map-style dataset of sequences, see `lantern_hf.training.data`; `TokenSequences` is one. Best are
-            tokens that the target generated itself.
+        target: The model to draft for, already on its devices, spread over several of them or quantised. It is frozen
+            and in eval mode while the head trains.
+        dataset: Map-style dataset of sequences, see `lantern_hf.training.data`; `TokenSequences` is one, and so is a
+            `datasets.Dataset` with the columns `input_ids` and `tokens`. Best are tokens that the target generated
+            itself, see `self_distil`.
         config: Settings.
         head: Head to train on, in place; a new one by default.
         output_dir: Gets `log.jsonl`, `checkpoints/` and at the end the head. Training goes on from the newest
             checkpoint found there, if there is one. None writes nothing.
         eval_dataset: Sequences to evaluate on at each checkpoint and at the end.
-        accelerator: For training on several processes; settings come from `config`.
+        feature_cache: Keeps what the target says about the dataset, so that it runs once an item and not once an epoch.
+        accelerator: For training on several processes, and for trackers; settings come from `config`.
 
     Returns:
         The head in eval mode, bound to the target, in the dtype it came with or the target's. `output_dir` gets it in
@@ -70,8 +79,9 @@ def train_head(
     Raises:
         ValueError: Head, data or an earlier checkpoint do not fit.
         FloatingPointError: The loss is no longer finite.
+        OSError: The disk is full. Checkpoints written before stay good.
     """
-    trainer = _Trainer(target, dataset, config, head, output_dir, eval_dataset, accelerator)
+    trainer = _Trainer(target, dataset, config, head, output_dir, eval_dataset, feature_cache, accelerator)
     with frozen(target):
         trainer.check_data()
         trainer.resume()
@@ -91,6 +101,7 @@ class _Trainer:
         head: LanternDraftModel | None,
         output_dir: str | os.PathLike[str] | None,
         eval_dataset: Any,
+        feature_cache: FeatureCache | None,
         accelerator: Accelerator | None,
     ):
         self.target, self.dataset, self.eval_dataset, self.config = target, dataset, eval_dataset, config
@@ -100,24 +111,18 @@ class _Trainer:
                 f"The accelerator accumulates {self.accelerator.gradient_accumulation_steps} steps of its own. Make it "
                 "without, and set `gradient_accumulation` in TrainingConfig."
             )
+        self.cache = feature_cache
         self.given_dtype = None if head is None else head.dtype
         self.head = self._master_head(head)
+        self.average = None if config.ema_decay is None else WeightAverage(self.head, config.ema_decay)
         self.folder = None if output_dir is None else Path(output_dir)
         self.step = 0
         self.total = config.total_steps(len(dataset), self.accelerator.num_processes)
-        objective = DraftObjective(
-            self.head,
-            feature_loss_weight=config.feature_loss_weight,
-            distribution_loss_weight=config.distribution_loss_weight,
-            feature_noise=config.feature_noise,
-            unroll_steps=config.unroll_steps,
-            unroll_decay=config.unroll_decay,
-        )
         # The head stays where the target's last layer is, which need not be accelerate's device.
         self.model, self.optimizer = self.accelerator.prepare(
-            objective, self._make_optimizer(), device_placement=[False, False]
+            self._objective(self.head), make_optimizer(self.head, config), device_placement=[False, False]
         )
-        self._sums, self._started = Sums(), time.perf_counter()
+        self._sums = Sums()
 
     def _master_head(self, head: LanternDraftModel | None) -> LanternDraftModel:
         """The head to train, float32, in training mode."""
@@ -129,21 +134,28 @@ class _Trainer:
             head.activation_checkpointing_enable()
         return head.requires_grad_(True).train()
 
-    def _make_optimizer(self) -> torch.optim.Optimizer:
-        """AdamW that decays matrices only."""
-        decayed = [p for p in self.head.parameters() if p.ndim > 1]
-        others = [p for p in self.head.parameters() if p.ndim <= 1]
-        groups = [
-            {"params": decayed, "weight_decay": self.config.weight_decay},
-            {"params": others, "weight_decay": 0.0},
-        ]
-        return torch.optim.AdamW(groups, lr=self.config.lr, betas=self.config.betas)
+    def _objective(self, head: LanternDraftModel) -> DraftObjective:
+        """The loss of a head."""
+        config = self.config
+        return DraftObjective(
+            head,
+            feature_loss_weight=config.feature_loss_weight,
+            distribution_loss_weight=config.distribution_loss_weight,
+            unroll_steps=config.unroll_steps,
+            unroll_decay=config.unroll_decay,
+            guidance_scale=config.guidance_scale,
+        )
+
+    @property
+    def _exported(self) -> LanternDraftModel:
+        """The head that is evaluated and saved."""
+        return self.head if self.average is None else self.average.head
 
     def check_data(self) -> None:
         """Refuse data on which nothing could be learnt, before any work."""
         if not len(self.dataset):
             raise ValueError("`dataset` is empty. Give at least one sequence.")
-        batch = collate([self.dataset[0]]).to(input_device(self.target))
+        batch = collate(fetch(self.dataset, [0])).to(input_device(self.target))
         adapter = adapter_for(self.target, batch.prompt["input_ids"])
         if batch.tokens.shape[1] <= self.config.unroll_steps:
             raise ValueError(
@@ -159,76 +171,99 @@ class _Trainer:
 
     def resume(self) -> None:
         """Go on from the newest checkpoint, if there is one."""
-        found = None if self.folder is None else newest_checkpoint(self.folder / CHECKPOINTS)
-        if self.folder is None or found is None:
+        if self.folder is None:
+            return
+        if self.accelerator.is_main_process:
+            with writing(f"{self.folder}", "Make room, or choose another `output_dir`."):
+                self.folder.mkdir(parents=True, exist_ok=True)
+            for folder in (self.folder, self.folder / CHECKPOINTS):
+                remove_leftovers(folder)
+        found = newest_checkpoint(self.folder / CHECKPOINTS)
+        if found is None:
             return
         changed = self.config.differences(found.state["config"])
         for name, now in self._circumstances().items():
-            changed += [f"`{name}` {found.state[name]} -> {now}"] if found.state[name] != now else []
+            then = found.state.get(name)
+            changed += [f"`{name}` {then} -> {now}"] if then != now else []
         if changed:
             raise ValueError(
                 f"{found.folder} is of a training with other settings: {'; '.join(changed)}. Use another "
                 "`output_dir`, or remove that one to start anew."
             )
-        self.head.load_state_dict(found.weights)
+        self.head.load_state_dict(found.state.get("weights", found.weights))
+        if self.average is not None:
+            self.average.head.load_state_dict(found.weights)
         self.optimizer.load_state_dict(found.state["optimizer"])
         self.step = found.state["step"]
         logger.info(f"Resuming from {found.folder}.")
-        if self.accelerator.is_main_process:
-            cut_log(self.folder / LOG, self.step)
 
     def _circumstances(self) -> dict[str, int]:
         """What else decides the order of the data."""
-        return {"num_items": len(self.dataset), "num_processes": self.accelerator.num_processes}
+        each = self.config.batch_size * self.config.gradient_accumulation
+        return {"num_items": len(self.dataset), "global_batch": each * self.accelerator.num_processes}
 
     def run(self) -> None:
         """Make all steps that are left."""
-        batches = iter(self._loader())
-        main = self.accelerator.is_main_process
-        with logging.tqdm(total=self.total, initial=self.step, desc="Training head", disable=not main or None) as bar:
+        config = self.config
+        if self.cache is not None and self.step < self.total:
+            both = config.guidance_scale is not None
+            sizes: dict[str, Any] = {"batch_size": config.batch_size, "mixed_precision": config.mixed_precision}
+            self.cache.fill(self.target, self.dataset, both_prompts=both, accelerator=self.accelerator, **sizes)
+        source = FeatureSource(
+            self.target,
+            self.head.device,
+            guidance_scale=config.guidance_scale,
+            dropout=config.guidance_dropout,
+            noise=config.feature_noise,
+            seed=config.seed,
+            store=self.cache,
+        )
+        batches = self._batches()
+        reporter = Reporter(self.folder, self.accelerator, config.to_dict())
+        with reporter.begin(self.step, self.total) as bar:
             while self.step < self.total:
-                self._sums.add(self._make_step(islice(batches, self.config.gradient_accumulation)))
+                self._sums.add(self._make_step(source, islice(batches, config.gradient_accumulation)))
                 self.step += 1
                 bar.update()
-                save = self.step == self.total or self.step % (self.config.save_every or self.total) == 0
-                if save or self.step % self.config.log_every == 0:
-                    self._report(bar)
+                save = self.step == self.total or self.step % (config.save_every or self.total) == 0
+                if save or self.step % config.log_every == 0:
+                    self._report(reporter)
                 if save:
-                    self._evaluate()
+                    self._evaluate(reporter)
                     self._save()
+        reporter.end()
 
-    def _loader(self) -> Iterable[TokenBatch]:
-        """Batches of this process from the current step on."""
+    def _batches(self) -> Iterator[tuple[TokenBatch, list[int], range]]:
+        """Batches of this process from the current step on, with the indices of their items and their places."""
         each, accelerator = self.config.gradient_accumulation, self.accelerator
-        order = SeededBatches(
-            len(self.dataset),
-            self.config.batch_size,
-            self.config.seed,
-            self.step * each,
-            self.total * each,
-            accelerator.process_index,
-            accelerator.num_processes,
-        )
+        span = self.step * each, self.total * each
+        process = accelerator.process_index, accelerator.num_processes
+        order = SeededBatches(len(self.dataset), self.config.batch_size, self.config.seed, *span, *process)
         # A generator of its own keeps the loader from drawing on the global one.
-        return DataLoader(
+        loader = DataLoader(
             self.dataset,
             batch_sampler=order,
             collate_fn=collate,
             num_workers=self.config.num_workers,
             generator=torch.Generator(),
         )
+        for number, (batch, indices) in enumerate(zip(loader, order, strict=True), start=span[0]):
+            yield batch, indices, places_of_batch(number, self.config.batch_size, *process)
 
-    def _make_step(self, batches: Iterable[TokenBatch]) -> dict[str, Tensor]:
+    def _make_step(
+        self, source: FeatureSource, batches: Iterable[tuple[TokenBatch, list[int], range]]
+    ) -> dict[str, Tensor]:
         """Make one optimizer step; gives its metrics, still on the device."""
         config, each = self.config, self.config.gradient_accumulation
         sums = Sums()
         for group in self.optimizer.param_groups:
             group["lr"] = config.lr * config.lr_factor(self.step, self.total)
         with seeded(self.head.device, config.seed, self.step, self.accelerator.process_index):
-            for index, batch in enumerate(batches, start=1):
+            for index, (batch, indices, places) in enumerate(batches, start=1):
                 with nullcontext() if index == each else self.accelerator.no_sync(self.model):
                     with autocast(self.head.device, config.mixed_precision):
-                        rows = batch_losses(self.target, self.model, batch, config.guidance_dropout)
+                        features, adapter, _ = source.read(batch, indices, places)
+                        rows = self.model(features, adapter)
                         means = {name: values.mean() / each for name, values in rows.items()}
                     self.accelerator.backward(means["loss"])
                 sums.add(means)
@@ -237,10 +272,12 @@ class _Trainer:
         metrics["grad_norm"] = self.accelerator.clip_grad_norm_(self.model.parameters(), limit)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        if self.average is not None:
+            self.average.update(self.head, self.step)
         return metrics
 
-    def _report(self, bar: Any) -> None:
-        """Log the mean metrics since the last report, and stop when they are no numbers."""
+    def _report(self, reporter: Reporter) -> None:
+        """Report the mean metrics since the last report, and stop when they are no numbers."""
         steps = self._sums.count
         means = {name: value / steps for name, value in self._sums.take(self.accelerator).items()}
         if not all(map(math.isfinite, means.values())):
@@ -248,51 +285,40 @@ class _Trainer:
                 f"The loss is not finite at step {self.step}: {means}. Lower `lr` (now {self.config.lr}), lengthen "
                 "`warmup_steps`, or train without `mixed_precision`; then start again from the last checkpoint."
             )
-        rate, seconds = self.optimizer.param_groups[0]["lr"], round(time.perf_counter() - self._started, 3)
-        self._log({"step": self.step} | means | {"lr": rate, "seconds": seconds})
-        bar.set_postfix(loss=f"{means['loss']:.4f}", overlap=f"{means['overlap']:.3f}")
+        reporter.steps(self.step, means, self.optimizer.param_groups[0]["lr"])
 
-    def _evaluate(self) -> None:
-        """Log the metrics on the evaluation set; processes share the batches."""
+    def _evaluate(self, reporter: Reporter) -> None:
+        """Report the metrics on the evaluation set; the main process alone measures."""
         if self.eval_dataset is None or not len(self.eval_dataset):
             return
-        indices, size, main = (
-            list(range(len(self.eval_dataset))),
-            self.config.batch_size,
-            self.accelerator.is_main_process,
-        )
-        if main:
-            self.model.eval()
-            with torch.no_grad(), autocast(self.head.device, self.config.mixed_precision):
-                batches = [indices[start : start + size] for start in range(0, len(indices), size)]
-                objective = self.accelerator.unwrap_model(self.model)
-                means = mean_losses(self.target, objective, self.eval_dataset, batches)
-            self.model.train()
-            self._log({"step": self.step} | {f"eval_{name}": value for name, value in means.items()})
+        config = self.config
+        if self.accelerator.is_main_process:
+            objective = self._objective(self._exported).eval()
+            with torch.no_grad(), autocast(self.head.device, config.mixed_precision):
+                data, size, tree = self.eval_dataset, config.batch_size, get_tree(config.tree)
+                means = mean_metrics(self.target, objective, data, size, EVAL_DEPTHS, tree, config.seed)
+            self.head.train()
+            reporter.evaluation(self.step, means)
         self.accelerator.wait_for_everyone()
-
-    def _log(self, values: dict[str, Any]) -> None:
-        """Append a line to the log."""
-        if self.folder is None or not self.accelerator.is_main_process:
-            return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with open(self.folder / LOG, "a") as file:
-            file.write(json.dumps(values) + "\n")
 
     def _save(self) -> None:
         """Write a checkpoint."""
         if self.folder is not None and self.accelerator.is_main_process:
             state = {"step": self.step, "config": self.config.to_dict(), "optimizer": self.optimizer.state_dict()}
             state |= self._circumstances()
-            save_checkpoint(self.folder / CHECKPOINTS, self.step, self.head, state, self.config.keep_checkpoints)
+            if self.average is not None:
+                state["weights"] = self.head.state_dict()
+            save_checkpoint(self.folder / CHECKPOINTS, self.step, self._exported, state, self.config.keep_checkpoints)
         self.accelerator.wait_for_everyone()
 
     def finish(self) -> LanternDraftModel:
         """Save the head and give it back as a model to use."""
         if self.config.activation_checkpointing:
             self.head.activation_checkpointing_disable()
+        if self.average is not None:
+            self.head.load_state_dict(self.average.head.state_dict())
         self.head.eval()
         if self.folder is not None and self.accelerator.is_main_process:
-            self.head.save_pretrained(self.folder)
+            export_head(self.folder, self.head)
         self.accelerator.wait_for_everyone()
         return self.head

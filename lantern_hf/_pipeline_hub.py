@@ -1,0 +1,156 @@
+"""Saving, pushing and downloading of a pipeline, by the rules that hold for heads."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+from huggingface_hub import CommitInfo
+
+from lantern_hf._files import staged_files
+from lantern_hf._hub_card import CardDetails, card_text, is_hub_id, merge_card
+from lantern_hf._hub_upload import Push
+from lantern_hf.head_publishing import check_weight_values
+from lantern_hf.hub import download_pipeline
+
+__all__ = ["PipelineHubMixin"]
+
+
+class PipelineHubMixin(DiffusionPipeline):
+    """What `LanternPipeline` has on top of `DiffusionPipeline` for files and the Hub."""
+
+    @classmethod
+    def download(cls, pretrained_model_name: str, **kwargs: Any) -> str:
+        """Download a pipeline into the cache; `from_pretrained` calls this for a Hub id.
+
+        diffusers' own refuses components of another library, and would leave out the neighbour table.
+
+        Args:
+            pretrained_model_name: Hub id.
+            **kwargs: As in diffusers; components that are passed are not downloaded.
+
+        Returns:
+            The folder.
+
+        Raises:
+            FileNotFoundError: There is no such repository or revision, or it holds no pipeline.
+            OSError: The Hub cannot be reached, or a download is corrupt.
+            ValueError: The pipeline's files are not what they should be.
+        """
+        parts = cls._get_signature_keys(cls)[0] - kwargs.keys()
+        return download_pipeline(pretrained_model_name, parts, cls.config_name, **kwargs)
+
+    def save_pretrained(  # type: ignore[override]  # the rest of its arguments are in **kwargs
+        self,
+        save_directory: str | os.PathLike[str],
+        safe_serialization: bool = True,
+        push_to_hub: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        """Save as `DiffusionPipeline.save_pretrained` does; a kill leaves each file old or new, never broken.
+
+        Args:
+            save_directory: Folder to write.
+            safe_serialization: Must be True; weights are saved as safetensors alone.
+            push_to_hub: Push the pipeline afterwards, to `repo_id` or a repository named like the folder.
+            **kwargs: As in diffusers.
+
+        Raises:
+            ValueError: `safe_serialization=False`.
+        """
+        if not safe_serialization:
+            raise ValueError("`safe_serialization=False` would write pickles, which can run code. Leave it out.")
+        names = ("repo_id", "commit_message", "private", "create_pr", "token", "revision")
+        upload = {name: kwargs.pop(name) for name in names if name in kwargs}
+        with staged_files(Path(save_directory), self.config_name) as staging:
+            super().save_pretrained(os.fspath(staging), **kwargs)
+        if push_to_hub:
+            self.push_to_hub(upload.pop("repo_id", Path(save_directory).name), **upload)
+
+    def push_to_hub(  # type: ignore[override]  # its arguments are those of diffusers, and a card
+        self,
+        repo_id: str,
+        *,
+        commit_message: str | None = None,
+        commit_description: str | None = None,
+        private: bool | None = None,
+        token: str | bool | None = None,
+        revision: str | None = None,
+        create_pr: bool = False,
+        card: CardDetails | None = None,
+    ) -> CommitInfo:
+        """Publish the pipeline in one commit, with a card.
+
+        Args:
+            repo_id: Hub id; without a user it goes to the token's own account. Made if there is none.
+            commit_message: First line of the commit.
+            commit_description: Rest of the commit message.
+            private: Whether a repository that is made is private.
+            token: As in diffusers.
+            revision: Branch; made if there is none.
+            create_pr: Open a pull request instead.
+            card: Licence, training, benchmark, picture. What a person wrote into an existing card stays.
+
+        Returns:
+            The commit, with `commit_url` and `pr_url`.
+
+        Raises:
+            PermissionError: No token, or one without the right.
+            ValueError: Weights are not finite, or the card is not valid.
+            OSError: The Hub refuses or cannot be reached; the repository is then as it was.
+        """
+        details = card or CardDetails()
+        push = Push(
+            repo_id,
+            commit_message or "Upload pipeline",
+            description=commit_description,
+            private=private,
+            token=token,
+            revision=revision,
+            create_pr=create_pr,
+        )
+        with tempfile.TemporaryDirectory(prefix="lantern-push-") as temporary:
+            folder = Path(temporary)
+            self.save_pretrained(folder)
+            files: dict[str, Path | bytes] = {
+                file.relative_to(folder).as_posix(): file for file in folder.rglob("*") if file.is_file()
+            }
+            check_weight_values([file for file in folder.rglob("*.safetensors") if file.stem != "neighbors"])
+            if details.image is not None and details.image_name is not None:
+                files[details.image_name] = Path(details.image)
+            return push.send(
+                files,
+                lambda name, existing: merge_card(existing, *self._card(name, details)),
+                stale=["draft_head/neighbors.safetensors"],
+            )
+
+    def _card(self, repo_id: str, details: CardDetails) -> tuple[dict[str, Any], str]:
+        """Metadata and text of the card."""
+        target: Any = self.transformer
+        by_class = target.config.conditioning == "class"
+        draw = "pipe(class_labels=1)" if by_class else 'pipe("a red fox")'
+        grid = target.config.grid_size
+        parts = {name: part for name, part in self.components.items() if hasattr(part, "num_parameters")}
+        facts = {name: f"{part.num_parameters() / 1e6:.2f} M parameters" for name, part in parts.items()}
+        facts["image"] = f"{grid[0]} x {grid[1]} codes of {target.config.codebook_size}"
+        facts["draws"] = f"{'classes' if by_class else 'text'}, guidance {self.config.guidance_scale:g} by default"
+        base = details.base_model or target.config._name_or_path
+        return card_text(
+            repo_id,
+            details,
+            base_model=base if is_hub_id(base) else None,
+            pipeline_tag="unconditional-image-generation" if by_class else "text-to-image",
+            summary=(
+                f"A {type(target).__name__} that draws images"
+                f"{', with a LANTERN draft head: several tokens from each pass' if parts.get('draft_head') else ''}. "
+                "Needs `pip install lantern_hf`."
+            ),
+            usage=(
+                "```python\nfrom lantern_hf import LanternPipeline\n\n"
+                f'pipe = LanternPipeline.from_pretrained("{repo_id}")\n{draw}.images[0].save("image.png")\n```'
+            ),
+            facts=facts,
+        )

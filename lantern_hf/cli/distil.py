@@ -1,0 +1,66 @@
+"""The work of `lantern-hf distil`: have a target generate the sequences its head is trained on."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from accelerate import PartialState
+from rich.console import Console
+
+from lantern_hf.cli.setup import quiet, resolve_device, resolve_dtype
+from lantern_hf.cli.train_target import LoadedTarget, check_folder, load_target
+from lantern_hf.draft import LanternDraftModel
+from lantern_hf.training import DistilConfig, read_prompts, self_distil
+
+
+def run(options: Mapping[str, Any]) -> None:
+    """Run the command.
+
+    Args:
+        options: Every option of the command by its name; None is the default.
+
+    Raises:
+        ValueError: An option is out of range, does not fit the model, or the folder is of another run.
+        OSError: Something is missing, or cannot be written.
+    """
+    check_folder(options["output_dir"], "--output-dir")
+    state = PartialState(cpu=options["device"] == "cpu")
+    device = state.device if options["device"] == "auto" else resolve_device(options["device"])
+    with quiet(local=True):
+        loaded = load_target(options["model"], resolve_dtype(options["dtype"], device), device, options["device_map"])
+        assistant = _assistant(options, loaded)
+    if loaded.conditioner is None:
+        raise ValueError("This model has no processor or tokenizer, so it cannot be asked by text. Use one that has.")
+    prompts = read_prompts(options["prompts"], loaded.conditioner.asks)
+    config = distil_config(options, loaded)
+    shards = self_distil(loaded.conditioner, prompts, options["output_dir"], config, assistant=assistant)
+    if state.is_main_process:
+        count = len(prompts) * config.sequences_per_prompt
+        text = f"{count} sequences in {len(shards)} shards in {options['output_dir']}"
+        Console(highlight=False).print(text, markup=False, soft_wrap=True)
+    state.destroy_process_group()
+
+
+def distil_config(options: Mapping[str, Any], loaded: LoadedTarget) -> DistilConfig:
+    """Settings of the run; a pipeline's own guidance and top-k where none are named.
+
+    Raises:
+        ValueError: A setting is out of range.
+    """
+    names = {field.name for field in dataclasses.fields(DistilConfig)}
+    values = {name: value for name, value in options.items() if name in names and value is not None}
+    if loaded.pipe is not None:
+        own = loaded.pipe.config
+        values = {"guidance_scale": own.guidance_scale, "top_k": own.top_k} | values
+    return DistilConfig(**values)
+
+
+def _assistant(options: Mapping[str, Any], loaded: LoadedTarget) -> LanternDraftModel | None:
+    """The head to decode with, if there is one."""
+    if options["plain"]:
+        return None
+    if options["head"] is None:
+        return None if loaded.pipe is None else loaded.pipe.draft_head
+    return LanternDraftModel.from_pretrained(options["head"]).place(loaded.target).eval().bind(loaded.target)

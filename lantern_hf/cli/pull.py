@@ -1,0 +1,35 @@
+"""`lantern-hf pull`: download a head, checked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from lantern_hf.cli.errors import user_errors
+
+
+def pull(
+    repo_id: Annotated[str, typer.Argument(metavar="USER/NAME", help="Hub id of a draft head.")],
+    to: Annotated[
+        Optional[Path],  # noqa: UP045  typer reads this at run time, also on Python 3.10
+        typer.Option(metavar="FOLDER", help="Folder to make.", show_default="the Hub's cache"),
+    ] = None,
+    revision: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Branch, tag or commit.", show_default="main"),
+    ] = None,
+    token: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Access token; others can see it, HF_TOKEN or `hf auth login` are better."),
+    ] = None,
+    offline: Annotated[bool, typer.Option("--offline", help="Take it from the cache alone.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Download also what the cache holds.")] = False,
+) -> None:
+    """Download a draft head, check it, and show where it is."""
+    with user_errors():
+        from lantern_hf.hub import pull_head
+
+        folder = pull_head(repo_id, to, revision=revision, token=token, local_files_only=offline, force_download=force)
+        typer.echo(folder)
