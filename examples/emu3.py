@@ -2,7 +2,7 @@
 
     python examples/emu3.py "a red fox in the snow" --head me/emu3-lantern-head --out fox.png
 
-Without a head for your checkpoint, train one: docs/how-to/emu3.md.
+Without a head for your checkpoint, train one: docs/families/emu3.md.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python examples/glm_image.py "a red fox in the snow" --head me/glm-image-lantern-head --out fox.png
 
-Without a head, train one: docs/how-to/glm-image.md.
+Without a head, train one: docs/families/glm-image.md.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python examples/janus.py "a red fox in the snow" --head me/janus-pro-1b-lantern-head --out fox.png
 
-Without a head for your checkpoint, train one: docs/how-to/janus.md.
+Without a head for your checkpoint, train one: docs/families/janus.md.
 """
 
 from __future__ import annotations
