@@ -117,7 +117,7 @@ def test_a_saved_adapter_has_no_trace_of_us(tmp_path: Path) -> None:
     model = tiny_llama()
     inputs = prompt(model)
     lantern_hf.attach(model, tiny_head(model), STRICT, default_on=True)
-    tuned = tune(model)
+    tuned = tune(model, target_modules=["q_proj", "v_proj"])  # PEFT would save an adapted output layer whole
     expected = tuned.generate(**inputs, **GREEDY)
     tuned.save_pretrained(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [

@@ -145,8 +145,6 @@ def test_a_head_takes_the_dtype_of_its_target_unless_told_otherwise(tmp_path: Pa
     assert load_head(tmp_path, half, dtype=torch.float32, device_map="cpu").dtype == torch.float32
     assert load_head(tmp_path, model).dtype == torch.float32
     assert LanternDraftModel.for_target(half).dtype == torch.bfloat16
-    model.model.layers[-1].to("meta")
-    assert load_head(tmp_path, tiny_llama(), device_map="cpu").device.type == "cpu"
 
 
 @pytest.mark.parametrize("name", sorted(TINY))

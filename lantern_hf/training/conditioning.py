@@ -159,7 +159,7 @@ class ProcessorConditioner:
         prepared = self._image_processor([flatten_image(image) for image in images], return_tensors="pt")
         pixels = prepared["pixel_values"].to(self.target.device, self.target.dtype)
         target: Any = self.target
-        return target.get_image_tokens(pixels).cpu()
+        return target.get_image_tokens(pixels).long().cpu()
 
 
 def _vq_tokens(config: Any) -> int:
