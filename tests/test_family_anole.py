@@ -308,4 +308,6 @@ def test_the_users_script(interleaved: bool, tmp_path: Path, capsys: pytest.Capt
     else:
         assert len(saved) == 2
         assert "passes" in out
-    assert all(Image.open(path).size == (8, 8) for path in saved)
+    for path in saved:
+        with Image.open(path) as image:
+            assert image.size == (8, 8)

@@ -281,5 +281,7 @@ def test_the_users_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     arguments += ["--out", str(tmp_path / "out"), "--neighbors", "5"]
     saved = runpy.run_path(str(EXAMPLE))["main"](arguments)
     assert len(saved) == 2
-    assert all(Image.open(path).size == (12, 8) for path in saved)
+    for path in saved:
+        with Image.open(path) as image:
+            assert image.size == (12, 8)
     assert "passes" in capsys.readouterr().out
