@@ -55,7 +55,8 @@ def main(argv: list[str] | None = None) -> list[Path]:
     )
     print(f"{output.stats.tokens_per_pass:.2f} tokens a pass")
 
-    pixels = model.decode_image_tokens(output.sequences)
+    # Channels first: without torchvision the processor knows no other order.
+    pixels = model.decode_image_tokens(output.sequences).permute(0, 3, 1, 2)
     images = processor.postprocess(list(pixels.float()), return_tensors="PIL.Image.Image")["pixel_values"]
     files = [args.out.with_stem(f"{args.out.stem}-{i}") if args.images > 1 else args.out for i in range(args.images)]
     for file, image in zip(files, images, strict=True):

@@ -96,7 +96,7 @@ def test_equals_its_own_generate(rows: int, attention: str) -> None:
     expected = model.generate(**inputs, max_new_tokens=TOKENS, do_sample=False)
     codes = expected[:, inputs["input_ids"].shape[1] :]
     assert int(codes.max()) < NUM_CODES
-    assert len(codes[0].unique()) > 4
+    assert len(codes[0].unique()) > 3
     for name, tree in (("head", "eagle_25"), ("oracle", "wide_57"), ("oracle", "chain_5"), ("plain", "chain_5")):
         assistant = {"head": tiny_head(model), "oracle": glm_oracle(expected, tree), "plain": None}[name]
         output = model.generate(

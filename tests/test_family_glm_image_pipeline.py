@@ -56,7 +56,8 @@ def test_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = ["a red fox", "--model", str(tmp_path / "model"), "--head", str(tmp_path / "head"), "--dtype", "float32"]
     command += ["--height", "32", "--width", "64", "--steps", "2", "--neighborhood-size", "5"]
     file = glm_image.main([*command, "--out", str(tmp_path / "fox.png")])
-    assert Image.open(file).size == (64, 32)
+    with Image.open(file) as picture:
+        assert picture.size == (64, 32)
 
 
 def test_texts_become_arguments() -> None:

@@ -153,7 +153,8 @@ def test_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = janus.main([*command, "--neighborhood-size", "5", "--out", str(tmp_path / "fox.png")])
     assert [file.name for file in files] == ["fox-0.png", "fox-1.png"]
     for file in files:
-        assert Image.open(file).size == (16, 16)
+        with Image.open(file) as picture:
+            assert picture.size == (16, 16)
 
 
 def test_texts_become_arguments_and_codes_pictures() -> None:
