@@ -20,6 +20,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaPreTrainedModel
 
+from lantern_hf._placement import execution_device
 from lantern_hf.cache import CACHE_KEYWORD
 from lantern_hf.models.configuration_llamagen import LlamaGenConfig
 from lantern_hf.models.rotary import RotaryTable2D
@@ -206,7 +207,9 @@ class LlamaGenForConditionalGeneration(LlamaGenPreTrainedModel, GenerationMixin)
         return self._prefix_ids(batch_size, self.config.uncond_token_id)
 
     def _prefix_ids(self, batch_size: int, token_id: int) -> Tensor:
-        return torch.full((batch_size, self.config.prefix_length), token_id, device=self.device)
+        # `self.device` is meta while accelerate keeps the weights elsewhere.
+        device = execution_device(self.model.embed_tokens)
+        return torch.full((batch_size, self.config.prefix_length), token_id, device=device)
 
     def image_logits(self, hidden_states: Tensor) -> Tensor:
         """Logits over the codes alone, `(..., codebook_size)`."""
