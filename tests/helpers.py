@@ -54,7 +54,7 @@ class Case:
         """Token ids that may be emitted."""
         adapter = adapter_for(self.model, self.inputs["input_ids"])
         if adapter.columns is not None:
-            return adapter.columns.tolist()
+            return adapter.columns[: adapter.num_codes].tolist() if adapter.structured else adapter.columns.tolist()
         ids = set(range(adapter.num_codes or adapter.vocab_size))
         return sorted(ids - (set(adapter.image_token_ids.tolist()) if self.name == "chameleon-text" else set()))
 
@@ -84,11 +84,10 @@ def make_case(name: str, rows: int = 1, guidance: float | None = None, attention
         inputs["input_ids"][:, -1] = BEGIN_IMAGE
         plain_model = UnblankedChameleon(model.config).eval()
         plain_model.load_state_dict(model.state_dict())
-        adapter = adapter_for(model, inputs["input_ids"])
-        image_ids = adapter.image_token_ids
+        image_ids = adapter_for(model, inputs["input_ids"]).image_token_ids
         if guidance is not None:
             inputs["negative_prompt_ids"] = torch.tensor([[0, BEGIN_IMAGE]]).repeat(rows, 1)
-            plain_model.blanked_ids = torch.tensor(sorted(set(range(48)) - set(adapter.columns.tolist())))
+            plain_model.blanked_ids = torch.tensor(sorted(set(range(48)) - set(image_ids.tolist())))
     if guidance is not None:
         inputs["guidance_scale"] = guidance
     return Case(name, model, plain_model, inputs, image_ids)

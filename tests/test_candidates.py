@@ -111,7 +111,9 @@ def test_q_of_every_node_is_that_of_its_path_alone(name: str) -> None:
                     padding = torch.nn.functional.pad(mask, (0, states.shape[1] - mask.shape[1]), value=True)
                 output = head(embeds, states, places, attention_mask=padding).last_hidden_state
             q = adapter.logits(output[:, -1])
-        assert torch.allclose(q, scores[:, place], atol=1e-3, rtol=1e-4)
+        possible = scores[:, place].isfinite()  # others may not come here
+        assert possible.sum(1).ge(adapter.num_codes or adapter.num_columns).all()
+        assert torch.allclose(q[possible], scores[:, place][possible], atol=1e-3, rtol=1e-4)
 
 
 class Recorder(LogitsProcessor):

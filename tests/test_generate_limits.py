@@ -302,7 +302,7 @@ def test_models_are_refused_before_any_work() -> None:
 def test_a_prompt_of_images_and_text_is_refused() -> None:
     case = make_case("chameleon-image", 2)
     case.inputs["input_ids"][1, -1] = 40
-    with pytest.raises(ValueError, match="1 of 2 prompts end with the begin-image token"):
+    with pytest.raises(ValueError, match="1 of 2 prompts end inside an image"):
         case.lantern(case.head(), max_new_tokens=2)
 
 
