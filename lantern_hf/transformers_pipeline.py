@@ -23,6 +23,7 @@ from lantern_hf.candidates import CandidateTree, RootOnly
 from lantern_hf.config import LanternConfig
 from lantern_hf.draft import LanternDraftModel
 from lantern_hf.images import decode_images
+from lantern_hf.neighbor_cache import cached_neighbors
 from lantern_hf.neighbors import NeighborTable
 
 __all__ = ["LanternTextToImagePipeline"]
@@ -219,7 +220,7 @@ class LanternTextToImagePipeline(Pipeline):
             **self._settings(generate_kwargs, num_tokens, inputs["guidance_scale"]),
             assistant=head,
             lantern_config=config,
-            neighbors=self._neighbors if neighbors is None else neighbors,
+            neighbors=self._table(neighbors, head, config),
             target_options=self._options,
         )
         sequences = output if isinstance(output, Tensor) else output.sequences
@@ -251,6 +252,16 @@ class LanternTextToImagePipeline(Pipeline):
                 "`lantern_config` was given, but there is no draft head. Pass assistant=head, its folder or its Hub id."
             )
         return (RootOnly(1), None) if head is None else (head, config)
+
+    def _table(self, given: NeighborTable | None, head: Any, config: Any) -> NeighborTable | None:
+        """The table of the call or the pipeline; else, where the head brings none, one over the VQ model's codebook."""
+        given = self._neighbors if given is None else given
+        vq_model = self._parts.vq_model
+        if given is not None or vq_model is None or getattr(head, "neighbors", None) is not None:
+            return given
+        if isinstance(head, RootOnly) or config is None or (config := LanternConfig.resolve(config)).is_strict:
+            return None
+        return cached_neighbors(vq_model.quantize.embedding.weight.detach().float(), config.neighborhood_size)
 
     def postprocess(self, outputs: dict[str, Any], num_images_per_prompt: int = 1) -> list[Any]:  # type: ignore[override]
         """Turn tokens into images: one a prompt, or a list a prompt."""

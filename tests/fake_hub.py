@@ -157,6 +157,8 @@ class FakeHub:
             return refusal(403, "GatedRepo")
         if action.startswith("/resolve/"):
             return self._resolve(repo, action, request)
+        if request.method == "GET" and action.startswith("/tree/"):
+            return self._tree(repo, unquote(action.removeprefix("/tree/")))
         if request.method == "GET":
             return self._info(name, repo, unquote(action.removeprefix("/revision/")) or "main")
         # anybody may upload to a pull request; whether it is one is told with the commit
@@ -188,6 +190,14 @@ class FakeHub:
         return httpx2.Response(
             200, json={"id": name, "modelId": name, "sha": sha, "private": repo.private, "siblings": siblings}
         )
+
+    def _tree(self, repo: FakeRepo, revision: str) -> httpx2.Response:
+        sha = repo.at(revision)
+        if sha is None:
+            return refusal(404, "RevisionNotFound")
+        files = repo.commits[sha].items()
+        tree = [{"type": "file", "path": path, "size": len(data), "oid": git_sha1(data)} for path, data in files]
+        return httpx2.Response(200, json=tree)
 
     def _resolve(self, repo: FakeRepo, action: str, request: httpx2.Request) -> httpx2.Response:
         revision, _, path = action.removeprefix("/resolve/").partition("/")

@@ -18,6 +18,9 @@ from lantern_hf import LanternConfig, LanternDraftModel, detach
 from lantern_hf.attach import LanternMixin
 from lantern_hf.targets import adapter_for
 
+# PEFT asks for the flag by the name that transformers is about to drop.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
 STRICT = LanternConfig.strict()
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12}
 # Also on the output layer, whose weight must not be read past the adapter.
@@ -67,24 +70,10 @@ def test_an_adapted_output_layer_of_an_image_model() -> None:
     ids = torch.tensor([[0, 33, BEGIN_IMAGE]])
     adapter = adapter_for(model, ids)
     hidden = torch.randn(1, 5, 32, generator=torch.Generator().manual_seed(0))
-    expected = model.lm_head(hidden)[..., adapter.image_token_ids]
+    expected = model.lm_head(hidden)[..., adapter.columns]
     assert torch.equal(adapter.logits(hidden), expected)
     with tuned.disable_adapter():
         assert not torch.allclose(adapter.logits(hidden), expected)
-
-
-def test_adapters_of_transformers_itself() -> None:
-    model = tiny_llama()
-    inputs, plain = prompt(model), model.generate(**prompt(model), **GREEDY)
-    lantern_hf.attach(model, tiny_head(model), STRICT, default_on=True)
-    torch.manual_seed(3)
-    model.add_adapter(LoraConfig(**LORA))
-    tuned = detach(model).generate(**inputs, **GREEDY)
-    assert not torch.equal(tuned, plain)
-    lantern_hf.attach(model, tiny_head(model), STRICT, default_on=True)
-    decodes(model, inputs, tuned)
-    model.disable_adapters()
-    decodes(model, inputs, plain)
 
 
 def test_merging_keeps_the_attachment() -> None:

@@ -63,17 +63,23 @@ for moment in random.Random(0).sample(range(1, total), 5):
     print(os.WTERMSIG(status), state)
 """
 
+# The kernel's own peak, of this program alone: getrusage also remembers what started it.
 MEASURE = """
-import resource, sys
+import re, sys
 
 from lantern_hf.convert import convert
 
+def status(name):
+    with open("/proc/self/status") as file:
+        return int(re.search(name + r":\\s+(\\d+) kB", file.read())[1]) * 1024
+
 small, large, out = sys.argv[1:]
 convert(small, out + "-small")  # whatever is loaded once is loaded now
-with open("/proc/self/statm") as file:
-    before = int(file.read().split()[1]) * resource.getpagesize()
+with open("/proc/self/clear_refs", "w") as file:
+    file.write("5")  # forget the peak so far
+before = status("VmRSS")
 convert(large, out)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before)
+print(status("VmHWM") - before)
 """
 
 
@@ -103,7 +109,7 @@ def test_killed_at_five_moments(tmp_path: Path) -> None:
 
 
 def large_target(path: Path, form: str) -> Path:
-    """LlamaGen in three files of about 60 MB, with B's width."""
+    """LlamaGen in three files of up to 80 MB, with B's width."""
     width, inner = 768, 2048
     shapes = {
         "model.embed_tokens.weight": (4096, width),
@@ -127,7 +133,7 @@ def test_memory_stays_at_the_largest_file(form: str, tmp_path: Path) -> None:
     large = large_target(tmp_path / "large", form)
     small = folder(tmp_path / "small", golden("llamagen_target"), golden_config("llamagen_target"), form)
     largest = max(file.stat().st_size for file in large.iterdir())
-    assert 55e6 < largest < 75e6
+    assert 55e6 < largest < 85e6
     (growth,) = map(int, python(MEASURE, small, large, tmp_path / "out"))
     assert growth < 1.3 * largest
     assert sum(file.stat().st_size for file in (tmp_path / "out").glob("*.safetensors")) > 2.9 * 55e6

@@ -162,20 +162,22 @@ def test_decoding_takes_the_passes_that_training_predicts(trained, guidance: flo
     error = gap.std() / rows**0.5
     assert abs(gap.mean()) < 3 * error
     assert error < 0.03 * measured.mean()  # what the test can see
-    wrong = measured - shifted["passes"]
-    assert abs(wrong.mean()) > 5 * wrong.std() / rows**0.5
+    # Row by row the mistake costs passes, though rows differ by more than it does.
+    cost = shifted["passes"] - predicted["passes"]
+    assert cost.mean() > 3 * cost.std() / rows**0.5
     accepted = torch.tensor(out.stats.accepted_per_depth, dtype=torch.float) / measured.sum()
     forecasts = torch.stack([predicted[f"accepted_{depth}"].sum() for depth in range(1, 6)]) / predicted["passes"].sum()
     assert ((accepted - forecasts).abs() < 4 * (accepted * (1 - accepted) / measured.sum()).sqrt() + 0.01).all()
 
 
 def forecast(target: PreTrainedModel, head: LanternDraftModel, batch, guidance: float | None, shift: int) -> dict:
-    """The forecast; with a shift every entry reads the token of another, the classic mistake."""
+    """The forecast; with a shift every entry reads another's token and state, the classic mistake."""
     adapter = adapter_for(target, batch.prompt["input_ids"])
     read = batch if guidance is None else both_streams(adapter, batch)
     features = target_features(adapter, read)
     if shift:
-        features = replace(features, embeds=features.embeds.roll(shift, dims=1))
+        rolled = {name: getattr(features, name).roll(shift, dims=1) for name in ("embeds", "hidden")}
+        features = replace(features, **rolled)
     generator = torch.Generator().manual_seed(1)
     tree = TREES["eagle_25"]
     return forecast_passes(head, features, adapter, batch, tree, guidance_scale=guidance, generator=generator)

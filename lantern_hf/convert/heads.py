@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PretrainedConfig
 
+from lantern_hf._version import __version__
 from lantern_hf.convert.checkpoint import Checkpoint, Entry
 from lantern_hf.convert.facts import config_grid, config_number, config_section, find_grid
 from lantern_hf.convert.plan import Options, Output, Plan, check_layers, check_plan, ignore, refuse, shape_of
@@ -62,7 +63,7 @@ def plan_head(checkpoint: Checkpoint, options: Options) -> Plan:
 
 
 def _save_config(config: LanternDraftConfig, folder: Path, dtype: torch.dtype) -> None:
-    config.dtype = dtype
+    config.dtype, config.lantern_version = dtype, __version__
     config.architectures = [LanternDraftModel.__name__]
     config.save_pretrained(folder)
 

@@ -38,7 +38,8 @@ def verify_head(
     """
     head = LanternDraftModel.from_pretrained(folder, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(0)
-    length = _ENTRIES if config.grid is None else min(_ENTRIES, config.grid[0] * config.grid[1])
+    # The last code has no entry: nothing is drafted behind it.
+    length = _ENTRIES if config.grid is None else min(_ENTRIES, config.grid[0] * config.grid[1] - POSITION_OFFSET)
     length += config.prefix_length or 0
     embeds, hidden = torch.randn(2, 1, length, config.hidden_size, generator=generator)
     ours = head(embeds, hidden, torch.arange(length)[None] + POSITION_OFFSET).last_hidden_state[0]
