@@ -67,7 +67,8 @@ class LlamaGenPrefix(nn.Module):
         Whoever needs either calls the module, since accelerate may keep its weights elsewhere between calls.
         """
         features = self.uncond_embedding if features is None else features
-        return self.fc2(F.gelu(self.fc1(features.to(self.fc1.weight.dtype)), approximate="tanh"))
+        # Not the dtype of fc1, which has none when quantised.
+        return self.fc2(F.gelu(self.fc1(features.to(self.uncond_embedding.dtype)), approximate="tanh"))
 
 
 class LlamaGenPreTrainedModel(LlamaPreTrainedModel):
