@@ -254,7 +254,8 @@ def _check_id(name: str, revision: str | None) -> None:
 def _cached_commit(name: str, revision: str | None, cache_dir: str | os.PathLike[str] | None) -> str | None:
     """The commit of a revision, as far as the cache knows it."""
     try:
-        return Path(snapshot_download(name, revision=revision, cache_dir=cache_dir, local_files_only=True)).name
+        cache = None if cache_dir is None else Path(cache_dir)
+        return Path(snapshot_download(name, revision=revision, cache_dir=cache, local_files_only=True)).name
     except LocalEntryNotFoundError:
         return None
 

@@ -136,7 +136,8 @@ class PipelineHubMixin(DiffusionPipeline):
         parts = {name: part for name, part in self.components.items() if hasattr(part, "num_parameters")}
         facts = {name: f"{part.num_parameters() / 1e6:.2f} M parameters" for name, part in parts.items()}
         facts["image"] = f"{grid[0]} x {grid[1]} codes of {target.config.codebook_size}"
-        facts["draws"] = f"{'classes' if by_class else 'text'}, guidance {self.config.guidance_scale:g} by default"
+        own: Any = self.config
+        facts["draws"] = f"{'classes' if by_class else 'text'}, guidance {own.guidance_scale:g} by default"
         base = details.base_model or target.config._name_or_path
         return card_text(
             repo_id,

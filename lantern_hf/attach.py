@@ -130,7 +130,7 @@ class LanternMixin:
         arguments = family.generate_arguments(self, args, kwargs)
         if arguments is None:
             return stock.generate(*args, **kwargs)
-        return GenerationMixin.generate(self, **arguments)  # type: ignore[arg-type]
+        return GenerationMixin.generate(self, **arguments)
 
 
 @cache

@@ -104,9 +104,9 @@ def pull_head(name: str, to: str | os.PathLike[str] | None = None, **where: Any)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as staging:
         whole = Path(staging, "head")
         whole.mkdir()
-        for file in [*files, *(folder / extra for extra in extras)]:
-            shutil.copyfile(file, whole / file.name)
-            flush(whole / file.name)
+        for source in [*files, *(folder / extra for extra in extras)]:
+            shutil.copyfile(source, whole / source.name)
+            flush(whole / source.name)
         os.replace(whole, target)
     return target
 

@@ -333,7 +333,7 @@ class Session:
             scores=self._recorder.result("scores"),
             logits=self._recorder.result("logits"),
             hidden_states=self._recorder.result("hidden_states"),
-            **{CACHE_KEYWORD: self._cache.cache},
+            **{CACHE_KEYWORD: self._cache.cache},  # type: ignore[arg-type]
             stats=self.stats,
         )
 

@@ -53,11 +53,11 @@ class LanternTextToImagePipeline(Pipeline):
     """
 
     # Which of them a model needs is its family's business; what is not there is missed when it is needed.
-    _load_processor = None
-    _load_tokenizer = None
-    _load_image_processor = False
-    _load_feature_extractor = False
-    _load_video_processor = False
+    _load_processor: Any = None
+    _load_tokenizer: Any = None
+    _load_image_processor: Any = False
+    _load_feature_extractor: Any = False
+    _load_video_processor: Any = False
 
     def __init__(
         self,
@@ -160,7 +160,7 @@ class LanternTextToImagePipeline(Pipeline):
             forward["generator"] = generator
         return [before, forward, after]
 
-    def _sanitize_parameters(  # type: ignore[override]
+    def _sanitize_parameters(
         self,
         negative_prompt: str | Sequence[str] | None = None,
         height: int | None = None,
@@ -170,7 +170,7 @@ class LanternTextToImagePipeline(Pipeline):
         **generate_kwargs: Any,
     ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         """Say which step takes which argument."""
-        before = {"negative_prompt": negative_prompt, "height": height, "width": width}
+        before: dict[str, Any] = {"negative_prompt": negative_prompt, "height": height, "width": width}
         before |= {"guidance_scale": guidance_scale}
         after = {"num_images_per_prompt": num_images_per_prompt}
         if num_images_per_prompt is not None:
@@ -215,7 +215,8 @@ class LanternTextToImagePipeline(Pipeline):
         arguments = dict(inputs["arguments"])
         num_tokens, _ = arguments.pop("max_new_tokens"), arguments.pop("guidance_scale", None)  # settings, not inputs
         head, config = self._draft(assistant, lantern_config)
-        output = self.model.generate(
+        model: Any = self.model
+        output = model.generate(
             **arguments,
             **self._settings(generate_kwargs, num_tokens, inputs["guidance_scale"]),
             assistant=head,

@@ -86,12 +86,13 @@ class Emu3Adapter(TargetAdapter):
 
     def take_over(self, processors: LogitsProcessorList) -> LogitsProcessorList:
         """Take out a `prefix_allowed_tokens_fn` that decides by place alone; its answers become a table."""
-        for processor in processors if self._prompts is not None else ():
-            if type(processor) is not PrefixConstrainedLogitsProcessor:
+        prompts = self._prompts
+        for processor in processors:
+            if prompts is None or type(processor) is not PrefixConstrainedLogitsProcessor:
                 continue
-            layout = recognise(processor._prefix_allowed_tokens_fn, self._prompts)
+            layout = recognise(processor._prefix_allowed_tokens_fn, prompts)
             if layout is not None and sorted(layout.visual_ids) == sorted(self._by_code):
-                self._follow(layout, self._prompts)
+                self._follow(layout, prompts)
                 return LogitsProcessorList(other for other in processors if other is not processor)
         return processors
 
@@ -194,7 +195,8 @@ class Emu3Adapter(TargetAdapter):
         Raises:
             ValueError: The prompts ask for no image, or do not say of what size.
         """
-        prompts, sizes = self._prompts, None if self._layout is None else self._layout.sizes
+        prompts = self._prompts
+        sizes: Sequence[tuple[int, int]] | None = None if self._layout is None else self._layout.sizes
         if prompts is None:
             raise ValueError("These prompts ask for text, not for an image. Decode the tokens with the tokenizer.")
         sizes = sizes or sizes_in_prompts(self._vocabulary, prompts)
@@ -224,8 +226,8 @@ class Emu3Adapter(TargetAdapter):
         rows = tokens[:count].view(height, width + 1)
         grid, ends = codes[rows[:, :-1]], rows[:, -1]
         end_of_row = self._vocabulary.get(END_OF_ROW) if self._layout is None else self._layout.end_ids[0]
-        complete = (grid >= 0).all() & (ends == end_of_row).all()
-        return grid if bool(complete) else None
+        wrong: Any = ends != end_of_row
+        return None if bool((grid < 0).any() | wrong.any()) else grid
 
     def pixels(self, codes: Tensor, vq_model: Any = None) -> Tensor:
         """Decode images through the model's own VQ model, as `decode_image_tokens` does.

@@ -76,6 +76,7 @@ class LuminaAdapter(ChameleonAdapter):
         self._wanted = None if sides[0] is None else torch.tensor(sides, device=self.device)  # (2, B)
         if self.structured:
             first = self.special_id("size")
+            assert self.columns is not None
             self._is_size = (self.columns > first) & (self.columns <= first + MAX_GRID)
             self._check_prompts(input_ids)
 

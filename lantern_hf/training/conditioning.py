@@ -101,7 +101,8 @@ class PipelineConditioner:
 
     def encode_images(self, images: Sequence[PIL.Image.Image]) -> Tensor:
         """See `Conditioner`; images are scaled and cut to the model's size."""
-        vq, (height, width) = self._pipe.vq_model, self.target.config.grid_size
+        vq: Any = self._pipe.vq_model
+        height, width = self.target.config.grid_size
         factor = 2 ** (len(vq.config.block_out_channels) - 1)
         fitted = [fit_image(image, width * factor, height * factor) for image in images]
         pixels = torch.stack([torch.from_numpy(np.asarray(image).copy()) for image in fitted])

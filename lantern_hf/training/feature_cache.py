@@ -47,7 +47,7 @@ class _Reading(NamedTuple):
 
     def manifest(self) -> dict[str, Any]:
         """What tells its cache from any other."""
-        settings = {"version": FORMAT_VERSION, "both_prompts": self.both_prompts}
+        settings: dict[str, Any] = {"version": FORMAT_VERSION, "both_prompts": self.both_prompts}
         settings |= {"target": target_fingerprint(self.target), "data": data_fingerprint(self.dataset)}
         return settings | {"mixed_precision": self.mixed_precision}
 

@@ -81,7 +81,13 @@ def _shares(target: Tensor, draft: Tensor, columns: Tensor, width: int, generato
     flat = target.flatten(0, 1), draft.flatten(0, 1), columns.clamp_min(0).flatten()
     step = max(_CHUNK // target.shape[-1], 1)
     parts = [
-        rank_shares(*(value[first : first + step] for value in flat), width, generator)
+        rank_shares(
+            flat[0][first : first + step],
+            flat[1][first : first + step],
+            flat[2][first : first + step],
+            width,
+            generator,
+        )
         for first in range(0, len(flat[0]), step)
     ]
     return torch.cat(parts).view(*columns.shape, width)

@@ -161,7 +161,7 @@ def read_prompts(path: str | os.PathLike[str], asks: str = "prompt") -> list[dic
         lines = path.read_text(encoding="utf-8").splitlines()
         found = [(number, line.strip()) for number, line in enumerate(lines, start=1) if line.strip()]
     if asks == "class_label":
-        found = [(number, int(value) if str(value).isdecimal() else None) for number, value in found]
+        found = [(number, int(str(value)) if str(value).isdecimal() else None) for number, value in found]
     if wrong := [number for number, value in found if value in (None, "")]:
         raise ValueError(f"{path}, line {wrong[0]}: this target is asked by `{asks}`, and there is none.")
     if not found:
