@@ -18,6 +18,9 @@ from lantern_hf import LanternConfig, LanternDraftModel, detach
 from lantern_hf.attach import LanternMixin
 from lantern_hf.targets import adapter_for
 
+# PEFT asks transformers by a name that 5.24 deprecates.
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
+
 STRICT = LanternConfig.strict()
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12}
 # Also on the output layer, whose weight must not be read past the adapter.
@@ -71,20 +74,6 @@ def test_an_adapted_output_layer_of_an_image_model() -> None:
     assert torch.equal(adapter.logits(hidden), expected)
     with tuned.disable_adapter():
         assert not torch.allclose(adapter.logits(hidden), expected)
-
-
-def test_adapters_of_transformers_itself() -> None:
-    model = tiny_llama()
-    inputs, plain = prompt(model), model.generate(**prompt(model), **GREEDY)
-    lantern_hf.attach(model, tiny_head(model), STRICT, default_on=True)
-    torch.manual_seed(3)
-    model.add_adapter(LoraConfig(**LORA))
-    tuned = detach(model).generate(**inputs, **GREEDY)
-    assert not torch.equal(tuned, plain)
-    lantern_hf.attach(model, tiny_head(model), STRICT, default_on=True)
-    decodes(model, inputs, tuned)
-    model.disable_adapters()
-    decodes(model, inputs, plain)
 
 
 def test_merging_keeps_the_attachment() -> None:
