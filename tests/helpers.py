@@ -84,10 +84,11 @@ def make_case(name: str, rows: int = 1, guidance: float | None = None, attention
         inputs["input_ids"][:, -1] = BEGIN_IMAGE
         plain_model = UnblankedChameleon(model.config).eval()
         plain_model.load_state_dict(model.state_dict())
-        image_ids = adapter_for(model, inputs["input_ids"]).image_token_ids
+        adapter = adapter_for(model, inputs["input_ids"])
+        image_ids = adapter.image_token_ids
         if guidance is not None:
             inputs["negative_prompt_ids"] = torch.tensor([[0, BEGIN_IMAGE]]).repeat(rows, 1)
-            plain_model.blanked_ids = torch.tensor(sorted(set(range(48)) - set(image_ids.tolist())))
+            plain_model.blanked_ids = torch.tensor(sorted(set(range(48)) - set(adapter.columns.tolist())))
     if guidance is not None:
         inputs["guidance_scale"] = guidance
     return Case(name, model, plain_model, inputs, image_ids)
