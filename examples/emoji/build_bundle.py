@@ -145,5 +145,5 @@ if __name__ == "__main__":
     parser.add_argument("--tree", default="eagle_25")
     parser.add_argument("--lam", type=float, default=3.0)
     parser.add_argument("--neighbors", type=int, default=128)
-    parser.add_argument("--pictures", type=int, default=2950)
+    parser.add_argument("--pictures", type=int, default=2927)
     main(parser.parse_args())

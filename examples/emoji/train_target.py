@@ -210,7 +210,7 @@ if __name__ == "__main__":
     parser.add_argument("--num-codes", type=int, default=512)
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--hidden", type=int, default=160)
-    parser.add_argument("--steps", type=int, default=2600)
+    parser.add_argument("--steps", type=int, default=2800)
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--corruption", type=float, default=0.9, help="largest share of false input codes")
