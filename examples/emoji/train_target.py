@@ -101,7 +101,7 @@ def corrupt(codes: Tensor, most: float, generator: torch.Generator) -> Tensor:
 def build_optimizers(model: TextToCodes) -> list[torch.optim.Optimizer]:
     """Muon on the hidden matrices of the target, AdamW on the rest; `scale` of a group multiplies the learning rate.
 
-    The text path has rates of its own. At Muon's the caption projection grew to 300 times the size of a code's embedding
+    The text path has rates of its own. At Muon's the caption projection grew to 300 times a code's embedding
     and one direction for all captions (cosine 0.99), so that no caption could be told from another. Its word
     embeddings learn fastest: most words come once in hundreds of steps, and Adam moves a row by a few times the rate
     each time, which is nothing against their initial size of 1 unless the rate is high.
