@@ -97,6 +97,7 @@ def main(args: argparse.Namespace) -> None:
     transformer.config._name_or_path = "emoji"
     text_encoder = T5EncoderModel.from_pretrained(args.target / "text_encoder")
     vq = VQModel.from_pretrained(args.vq / "vq")
+    vq.register_to_config(_name_or_path="emoji")
     head = LanternDraftModel.from_pretrained(args.head)
     head.config.verifier = {"name_or_path": "emoji", "architectures": [type(transformer).__name__]}
     head.config.lantern_config = LanternConfig(tree=args.tree, lam=args.lam, neighborhood_size=10).to_dict()
