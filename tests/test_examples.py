@@ -52,17 +52,9 @@ def test_trains_a_bundle_that_draws(scripts: None, tmp_path: Path, capsys: pytes
     train_target.train(Namespace(**common, **target, steps=4))  # goes on from step 2
     steps = (tmp_path / "target" / "log.jsonl").read_text().splitlines()
     assert len([line for line in steps if '"nll"' in line]) == 2
-    head = {
-        "vq": vq.out,
-        "target": tmp_path / "target",
-        "out": tmp_path / "head",
-        "intermediate": 48,
-        "unroll": 1,
-        "guidance": 2.0,
-        "ema": 0.9,
-        "init": None,
-    }
-    train_head.main(Namespace(**common, **head, steps=2, lr=1e-3, noise=0.1, distribution_weight=1.0))
+    head = {"vq": vq.out, "target": tmp_path / "target", "out": tmp_path / "head"}
+    few = "--steps 2 --warmup-steps 1 --batch-size 2 --head-intermediate 48 --unroll-steps 1 --eval-sequences 2"
+    train_head.main(Namespace(**common, **head), [*few.split(), "--mixed-precision", "no"])
     bundle = {"vq": vq.out, "vq_before": [], "target": tmp_path / "target", "head": tmp_path / "head"}
     build_bundle.main(
         Namespace(
