@@ -85,7 +85,7 @@ class TargetAdapter:
 
     def __init__(self, model: PreTrainedModel, input_ids: Tensor | None = None):
         self.model: Any = model  # families add attributes that PreTrainedModel does not declare
-        self._inverse: Tensor | None = None
+        self._inverse: dict[torch.device, Tensor] = {}  # head and target may be on different ones
 
     @classmethod
     def matches(cls, model: PreTrainedModel) -> bool:
@@ -314,11 +314,12 @@ class TargetAdapter:
         """Columns of token ids, same shape; -1 for an id that may not be emitted."""
         if self.columns is None:
             return token_ids
-        if self._inverse is None:
+        device = token_ids.device
+        if device not in self._inverse:
             inverse = token_ids.new_full((self.vocab_size,), -1)
-            inverse[self.columns.to(token_ids.device)] = torch.arange(len(self.columns), device=token_ids.device)
-            self._inverse = inverse
-        return self._inverse[token_ids]
+            inverse[self.columns.to(device)] = torch.arange(len(self.columns), device=device)
+            self._inverse[device] = inverse
+        return self._inverse[device][token_ids]
 
 
 def left_padded(rows: Sequence[Sequence[int]], pad_token_id: int) -> dict[str, Tensor]:

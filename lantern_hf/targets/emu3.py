@@ -81,7 +81,7 @@ class Emu3Adapter(TargetAdapter):
 
     def _emit(self, ids: list[int]) -> None:
         """Set the columns."""
-        self._inverse = None
+        self._inverse = {}
         self.columns, self.num_codes = torch.tensor(ids, device=self.device), len(self._by_code)
 
     def take_over(self, processors: LogitsProcessorList) -> LogitsProcessorList:

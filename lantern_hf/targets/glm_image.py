@@ -162,8 +162,10 @@ class GlmImageAdapter(TargetAdapter):
         """Read a prompt; what follows it stands where `image_grid_thw` of the first stream says, in every stream."""
         if self._grids is None:
             self.read_call(input_ids, model_kwargs)
+        table = self.model.get_input_embeddings()
+        ids = to_module(table, self._with_source_codes(input_ids, model_kwargs))
         mask = model_kwargs.get("attention_mask")
-        ids = to_module(self.model.get_input_embeddings(), self._with_source_codes(input_ids, model_kwargs))
+        mask = None if mask is None else mask.to(ids.device)
         # On a shallow copy, since the method leaves its results on the module, where two calls would meet.
         positions, _ = copy.copy(self.model.model).get_rope_index(
             ids,
@@ -183,8 +185,8 @@ class GlmImageAdapter(TargetAdapter):
         if mask is not None:
             numbers = (mask.long().cumsum(-1) - 1).clamp_min(0)
         if self._grids is not None:
-            table = decode_positions(self._grids).to(positions.device)
-            self._tables.append(table + positions[:, :, -1].amax(0)[:, None, None] + 1)
+            places = decode_positions(self._grids).to(positions.device)
+            self._tables.append(places + positions[:, :, -1].amax(0)[:, None, None] + 1)
             self._first.append(numbers[:, -1] + 1)
         layers = output.hidden_states if all_layers else None
         embeds = self.embed(ids, numbers)
