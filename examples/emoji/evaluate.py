@@ -96,9 +96,12 @@ def main(args: argparse.Namespace) -> None:
     scale, top_k = float(best.split()[1].rstrip(",")), int(best.split()[-1])
     pictures = sample(pipeline, training_prompts(emoji, args.samples, 2), 10_000, guidance_scale=scale, top_k=top_k)
     result |= {"best": best, "samples": args.samples, "kid": kernel_distance(features(network, pictures), real)}
+    result["sheets"] = f"guidance {args.sheet_guidance:g}, top-k {args.sheet_top_k}"
     seen, unseen = seen_and_unseen(emoji.captions, emoji.held_out, 32, args.seed)
     for name, prompts in {"seen": seen, "unseen": unseen}.items():
-        sheet = contact_sheet(sample(pipeline, prompts, 20_000, guidance_scale=scale, top_k=top_k))
+        sheet = contact_sheet(
+            sample(pipeline, prompts, 20_000, guidance_scale=args.sheet_guidance, top_k=args.sheet_top_k)
+        )
         sheet.save(args.out / f"{name}.png")
         (args.out / f"{name}.txt").write_text("\n".join(prompts) + "\n")
     (args.out / "quality.json").write_text(json.dumps(result, indent=2) + "\n")
@@ -116,5 +119,7 @@ if __name__ == "__main__":
     parser.add_argument("--top-k", type=int, nargs="+", default=[0, 100])
     parser.add_argument("--sweep", type=int, default=96)
     parser.add_argument("--samples", type=int, default=512)
+    parser.add_argument("--sheet-guidance", type=float, default=3.0, help="of the contact sheets")
+    parser.add_argument("--sheet-top-k", type=int, default=0, help="of the contact sheets")
     parser.add_argument("--seed", type=int, default=0)
     main(parser.parse_args())
