@@ -55,11 +55,17 @@ def register_task() -> None:
         sys.meta_path.insert(0, _WhenLoaded())
 
 
+class _Task(dict[str, Any]):
+    """A task whose class is imported when it is first asked for, also where transformers resolves no names itself."""
+
+    def __getitem__(self, key: str) -> Any:
+        return getattr(importlib.import_module(_HOME), _CLASS) if key == "impl" else super().__getitem__(key)
+
+
 def _enter(pipelines: Any) -> None:
-    """Enter the task as transformers enters its own: by the name of the class, where it can resolve one."""
-    lazy = hasattr(pipelines, "_resolve_impl")
-    pipelines.PIPELINE_REGISTRY.supported_tasks[TASK] = {
-        "impl": f"{_HOME}.{_CLASS}" if lazy else getattr(importlib.import_module(_HOME), _CLASS),
-        "pt": (pipelines.AutoModelForImageTextToText, pipelines.AutoModelForCausalLM),
-        "type": "multimodal",
-    }
+    """Enter the task as transformers enters its own."""
+    pipelines.PIPELINE_REGISTRY.supported_tasks[TASK] = _Task(
+        impl=f"{_HOME}.{_CLASS}",
+        pt=(pipelines.AutoModelForImageTextToText, pipelines.AutoModelForCausalLM),
+        type="multimodal",
+    )

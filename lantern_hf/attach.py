@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationMixin, PreTrainedModel
 
+from lantern_hf._checkpointing import check_checkpointing
 from lantern_hf._placement import wake
 from lantern_hf.cache import RaggedCache, check_cache, new_dynamic_cache
 from lantern_hf.candidates import CandidateTree
@@ -261,11 +262,12 @@ def check_tree_support(model: PreTrainedModel, tolerance: float | None = None) -
             0.1 in half precision or quantised, where passes over more or fewer tokens round differently.
 
     Raises:
-        ValueError: No family serves the model, or its tree pass differs.
+        ValueError: No family serves the model, its layers drop the cache, or its tree pass differs.
     """
     model = _unwrap(model)
     wake(model)
     adapter = adapter_for(model)
+    check_checkpointing(model)
     device = adapter.device
     top = min(adapter.vocab_size, getattr(model.config, "codebook_size", adapter.vocab_size))
     tokens = (torch.arange(6, device=device) * 5 + 3)[None] % top

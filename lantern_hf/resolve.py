@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
+from lantern_hf._checkpointing import check_checkpointing
 from lantern_hf.candidates import CandidateTree, LanternCandidateGenerator, RootOnly
 from lantern_hf.config import LanternConfig
 from lantern_hf.draft import LanternDraftModel
@@ -25,8 +26,10 @@ def check_generation(model: PreTrainedModel, config: GenerationConfig) -> None:
     """Refuse generation settings that tree decoding cannot honour.
 
     Raises:
-        ValueError: Beams, another assisted mode, attention maps, or a prompt that another library rewrites.
+        ValueError: Beams, another assisted mode, attention maps, a prompt that another library rewrites, or a model
+            that drops its cache.
     """
+    check_checkpointing(model)
     if (config.num_beams or 1) > 1:
         raise ValueError(
             f"`num_beams` must be 1 with LANTERN, got {config.num_beams}. Use sampling or greedy decoding."

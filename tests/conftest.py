@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores, and so do the processes they start
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
@@ -19,6 +21,10 @@ from transformers import (
 from lantern_hf import LanternDraftModel, LlamaGenConfig, LlamaGenForConditionalGeneration, NeighborTable
 
 NUM_CODES = 24
+# transformers before 5.24 takes where an offloaded model's weights lie, "meta", for where it runs.
+OFFLOAD_WARNING = pytest.mark.filterwarnings(
+    "ignore:You are calling .generate.. with the `input_ids` being on a device"
+)
 
 
 def tiny_llamagen(attn_implementation: str = "sdpa") -> LlamaGenForConditionalGeneration:

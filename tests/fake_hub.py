@@ -1,6 +1,6 @@
 """A Hub in memory: repositories with branches and commits, large files, pull requests, tokens, and faults on demand.
 
-It is a handler for `httpx2.MockTransport`, without a socket; `serve` puts it behind a local one for child processes.
+It is a handler for `httpx.MockTransport`, without a socket; `serve` puts it behind a local one for child processes.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from types import SimpleNamespace
 from typing import Any
 from urllib.parse import unquote
 
-import httpx2
 import huggingface_hub
 import pytest
 import yaml
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
+from huggingface_hub.utils import httpx
 
 # The client uploads in a way its own HTTP library calls outdated.
 CLIENT_WARNING = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload:DeprecationWarning")
@@ -92,27 +92,27 @@ class FakeHub:
         self.repos: dict[str, FakeRepo] = {}
         self.requests: list[str] = []
         self.objects: dict[str, bytes] = {}
-        self.faults: list[Callable[[httpx2.Request], httpx2.Response | None]] = []
+        self.faults: list[Callable[[httpx.Request], httpx.Response | None]] = []
 
     def fail(self, pattern: str, fault: int | Exception, times: int = 1) -> None:
         """Let the next `times` requests whose `METHOD path` matches end in a status or an exception."""
         left = [times]
 
-        def serve(request: httpx2.Request) -> httpx2.Response | None:
+        def serve(request: httpx.Request) -> httpx.Response | None:
             if left[0] == 0 or not re.search(pattern, f"{request.method} {request.url.path}"):
                 return None
             left[0] -= 1
             if isinstance(fault, Exception):
                 raise fault
-            return httpx2.Response(fault, json={"error": f"status {fault}"})
+            return httpx.Response(fault, json={"error": f"status {fault}"})
 
         self.faults.append(serve)
 
-    def spoil(self, path: str, change: Callable[[bytes], httpx2.Response], times: int = 1) -> None:
+    def spoil(self, path: str, change: Callable[[bytes], httpx.Response], times: int = 1) -> None:
         """Let the next `times` downloads of a file be served by `change`, given its content."""
         left = [times]
 
-        def serve(request: httpx2.Request) -> httpx2.Response | None:
+        def serve(request: httpx.Request) -> httpx.Response | None:
             if left[0] == 0 or request.method != "GET" or not request.url.path.endswith(f"/{path}"):
                 return None
             left[0] -= 1
@@ -126,7 +126,7 @@ class FakeHub:
         """Number of requests so far that match."""
         return sum(bool(re.search(pattern, request)) for request in self.requests)
 
-    def __call__(self, request: httpx2.Request) -> httpx2.Response:
+    def __call__(self, request: httpx.Request) -> httpx.Response:
         path = request.url.path
         self.requests.append(f"{request.method} {path}")
         for fault in self.faults:
@@ -137,9 +137,9 @@ class FakeHub:
             return validate(json.loads(request.content)["content"])
         if path.startswith("/objects/"):
             self.objects[path.removeprefix("/objects/")] = request.read()
-            return httpx2.Response(200)
+            return httpx.Response(200)
         if path == "/api/whoami-v2":
-            return httpx2.Response(200, json={"name": "me", "type": "user"}) if signed_in else httpx2.Response(401)
+            return httpx.Response(200, json={"name": "me", "type": "user"}) if signed_in else httpx.Response(401)
         if path == "/api/repos/create":
             return self._create(json.loads(request.content), signed_in)
         match = (
@@ -148,7 +148,7 @@ class FakeHub:
             or re.fullmatch(r"/([^/]+/[^/]+)\.git(/info/lfs/.+)", path)
         )
         if match is None:
-            return httpx2.Response(404)
+            return httpx.Response(404)
         name, action = match[1], match[2] or ""
         repo = self.repos.get(name)
         if repo is None or (repo.private and not signed_in):
@@ -167,17 +167,17 @@ class FakeHub:
             return refusal(403 if signed_in else 401, "")
         return self._change(name, repo, action, request)
 
-    def _create(self, body: dict, signed_in: bool) -> httpx2.Response:
+    def _create(self, body: dict, signed_in: bool) -> httpx.Response:
         owner = body.get("organization") or "me"
         name = f"{owner}/{body['name']}"
         if not signed_in or owner != "me":
             return refusal(403 if signed_in else 401, "")
         if name in self.repos:
-            return httpx2.Response(409, json={"error": "exists"})
+            return httpx.Response(409, json={"error": "exists"})
         self.repos[name] = FakeRepo(private=body.get("visibility") == "private")
-        return httpx2.Response(200, json={"url": f"https://huggingface.co/{name}", "name": name})
+        return httpx.Response(200, json={"url": f"https://huggingface.co/{name}", "name": name})
 
-    def _info(self, name: str, repo: FakeRepo, revision: str) -> httpx2.Response:
+    def _info(self, name: str, repo: FakeRepo, revision: str) -> httpx.Response:
         sha = repo.at(revision)
         if sha is None:
             return refusal(404, "RevisionNotFound")
@@ -187,52 +187,52 @@ class FakeHub:
             if path.endswith(LARGE):
                 sibling["lfs"] = {"size": len(data), "sha256": sha256(data), "pointerSize": 130}
             siblings.append(sibling)
-        return httpx2.Response(
+        return httpx.Response(
             200, json={"id": name, "modelId": name, "sha": sha, "private": repo.private, "siblings": siblings}
         )
 
-    def _tree(self, repo: FakeRepo, revision: str) -> httpx2.Response:
+    def _tree(self, repo: FakeRepo, revision: str) -> httpx.Response:
         sha = repo.at(revision)
         if sha is None:
             return refusal(404, "RevisionNotFound")
         files = repo.commits[sha].items()
         tree = [{"type": "file", "path": path, "size": len(data), "oid": git_sha1(data)} for path, data in files]
-        return httpx2.Response(200, json=tree)
+        return httpx.Response(200, json=tree)
 
-    def _resolve(self, repo: FakeRepo, action: str, request: httpx2.Request) -> httpx2.Response:
+    def _resolve(self, repo: FakeRepo, action: str, request: httpx.Request) -> httpx.Response:
         revision, _, path = action.removeprefix("/resolve/").partition("/")
         sha, path = repo.at(unquote(revision)), unquote(path)
         if sha is None:
             return refusal(404, "RevisionNotFound")
         if path not in repo.commits[sha]:
-            return httpx2.Response(404, headers={"X-Error-Code": "EntryNotFound", "X-Repo-Commit": sha})
+            return httpx.Response(404, headers={"X-Error-Code": "EntryNotFound", "X-Repo-Commit": sha})
         data = repo.commits[sha][path]
         etag = sha256(data) if path.endswith(LARGE) else git_sha1(data)
         headers = {"X-Repo-Commit": sha, "ETag": f'"{etag}"', "Content-Length": str(len(data))}
-        return httpx2.Response(200, headers=headers, content=b"" if request.method == "HEAD" else data)
+        return httpx.Response(200, headers=headers, content=b"" if request.method == "HEAD" else data)
 
-    def _change(self, name: str, repo: FakeRepo, action: str, request: httpx2.Request) -> httpx2.Response:
+    def _change(self, name: str, repo: FakeRepo, action: str, request: httpx.Request) -> httpx.Response:
         if action.startswith("/info/lfs"):
             objects = json.loads(request.content)["objects"]
             for item in (item for item in objects if item["oid"] not in self.objects):
                 item["actions"] = {"upload": {"href": str(request.url.join(f"/objects/{item['oid']}"))}}
-            return httpx2.Response(200, json={"transfer": "basic", "objects": objects})
+            return httpx.Response(200, json={"transfer": "basic", "objects": objects})
         if action.startswith("/preupload"):
             modes = [
                 {"path": path, "uploadMode": "lfs" if path.endswith(LARGE) else "regular", "shouldIgnore": False}
                 for path in (file["path"] for file in json.loads(request.content)["files"])
             ]
-            return httpx2.Response(200, json={"files": modes})
+            return httpx.Response(200, json={"files": modes})
         kind, revision = action.strip("/").split("/")[0], unquote(action.rpartition("/")[2])
         if kind == "branch":
             if revision in repo.refs:
-                return httpx2.Response(409, json={"error": "exists"})
+                return httpx.Response(409, json={"error": "exists"})
             repo.refs[revision] = json.loads(request.content).get("startingPoint") or repo.head
-            return httpx2.Response(200)
+            return httpx.Response(200)
         assert kind == "commit", action
         return self._commit(name, repo, revision, request)
 
-    def _commit(self, name: str, repo: FakeRepo, revision: str, request: httpx2.Request) -> httpx2.Response:
+    def _commit(self, name: str, repo: FakeRepo, revision: str, request: httpx.Request) -> httpx.Response:
         parent = repo.at(revision)
         if parent is None:
             return refusal(404, "RevisionNotFound")
@@ -248,22 +248,22 @@ class FakeHub:
             else:
                 del files[value["path"]]
         if header.get("parentCommit", parent) != parent:
-            return httpx2.Response(412, json={"error": "the repository has changed"})
+            return httpx.Response(412, json={"error": "the repository has changed"})
         is_request = "create_pr=1" in str(request.url)
         ref = f"refs/pr/{sum(known.startswith('refs/pr') for known in repo.refs) + 1}" if is_request else revision
         sha = repo.commit(files, ref, header["summary"])
         result = {"success": True, "commitOid": sha, "commitUrl": f"https://huggingface.co/{name}/commit/{sha}"}
         number = ref.rpartition("/")[2]
         result["pullRequestUrl"] = f"https://huggingface.co/{name}/discussions/{number}" if is_request else None
-        return httpx2.Response(200, json=result)
+        return httpx.Response(200, json=result)
 
 
-def refusal(status: int, code: str) -> httpx2.Response:
+def refusal(status: int, code: str) -> httpx.Response:
     """An error as the Hub words it."""
-    return httpx2.Response(status, headers={"X-Error-Code": code}, json={"error": code})
+    return httpx.Response(status, headers={"X-Error-Code": code}, json={"error": code})
 
 
-def validate(card: str) -> httpx2.Response:
+def validate(card: str) -> httpx.Response:
     """The Hub's rules for a model card's metadata, as far as they are written down."""
     match, errors = REGEX_YAML_BLOCK.search(card), []
     try:
@@ -288,7 +288,7 @@ def validate(card: str) -> httpx2.Response:
             if not all(isinstance(kind, str) and kind for kind in kinds) or None in values:
                 errors.append('"model-index" is not valid')
     body = {"errors": [{"message": error} for error in errors], "warnings": []}
-    return httpx2.Response(400 if errors else 200, json=body)
+    return httpx.Response(400 if errors else 200, json=body)
 
 
 def git_sha1(data: bytes) -> str:
@@ -314,7 +314,7 @@ def serve(hub: FakeHub) -> Iterator[str]:
             if self.headers.get("Transfer-Encoding") == "chunked":
                 body = b"".join(self.chunks())
             host = f"http://{self.headers['Host']}"
-            request = httpx2.Request(self.command, host + self.path, headers=dict(self.headers), content=body)
+            request = httpx.Request(self.command, host + self.path, headers=dict(self.headers), content=body)
             with lock:
                 response = hub(request)
             content = response.read()
@@ -369,9 +369,7 @@ def connect(monkeypatch: Any, cache: Path) -> Iterator[FakeHub]:
         monkeypatch.setattr(f"{module}.time", impatient)
     monkeypatch.setattr("lantern_hf._hub_upload.time", impatient)
     fake = FakeHub()
-    huggingface_hub.set_client_factory(
-        lambda: httpx2.Client(transport=httpx2.MockTransport(fake), follow_redirects=True)
-    )
+    huggingface_hub.set_client_factory(lambda: httpx.Client(transport=httpx.MockTransport(fake), follow_redirects=True))
     try:
         yield fake
     finally:

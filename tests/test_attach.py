@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, prompt, tiny_chameleon, tiny_head, tiny_llama, tiny_llamagen
+from conftest import OFFLOAD_WARNING, TINY, prompt, tiny_chameleon, tiny_head, tiny_llama, tiny_llamagen
 from helpers import BEGIN_IMAGE
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
@@ -206,6 +206,7 @@ def test_pipelines_pass_the_arguments_on(llama: LlamaForCausalLM) -> None:
         assert pipe("w5 w6 w7", **GREEDY) == expected
 
 
+@OFFLOAD_WARNING
 def test_offloaded_targets(llama: LlamaForCausalLM) -> None:
     from accelerate import cpu_offload
 
@@ -235,6 +236,7 @@ def test_dispatched_targets(llama: LlamaForCausalLM) -> None:
     assert torch.equal(llama.generate(**inputs, **GREEDY), expected)
 
 
+@OFFLOAD_WARNING
 def test_offloaded_image_targets() -> None:
     from accelerate import cpu_offload
 

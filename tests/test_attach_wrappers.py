@@ -10,6 +10,7 @@ import copy
 import gc
 import json
 import pickle
+import re
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from conftest import TINY, prompt, tiny_chameleon, tiny_head, tiny_llama, tiny_llamagen
 from helpers import BEGIN_IMAGE
@@ -26,6 +28,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import lantern_hf
 from lantern_hf import LanternConfig, LanternDraftModel, NeighborTable, detach
+from lantern_hf._checkpointing import checkpointed_layers, set_checkpointing
 from lantern_hf.attach import LanternMixin
 
 STRICT = LanternConfig.strict()
@@ -116,24 +119,23 @@ def test_a_saved_folder_has_no_trace_of_us(name: str, tmp_path: Path) -> None:
 def test_gradient_checkpointing(llama: LlamaForCausalLM, first: str, training: bool) -> None:
     inputs, head = prompt(llama, 2), tiny_head(llama)
     expected = llama.generate(**inputs, **GREEDY)
-
-    def flag() -> None:
-        for model in (llama, head):  # the newer name first
-            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-            enable()
-        llama.train(training)
-        head.train(training)
-
-    if first == "flag":
-        flag()
-    lantern_hf.attach(llama, head, STRICT, default_on=True)
+    set_checkpointing(head.train(training), True)  # the head's layers keep their cache under every version
     if first == "attach":
-        flag()
-    decodes(llama, inputs, expected)
-    name = (
-        "is_activation_checkpointing" if hasattr(llama, "is_activation_checkpointing") else "is_gradient_checkpointing"
-    )
-    assert (llama.training, getattr(llama, name)) == (training, True)
+        lantern_hf.attach(llama, head, STRICT, default_on=True)
+        decodes(llama, inputs, expected)
+    set_checkpointing(llama.train(training), True)
+    if torch.equal(LlamaForCausalLM.generate(llama, **inputs, **GREEDY), expected):
+        lantern_hf.attach(llama, head, STRICT, default_on=True)
+        decodes(llama, inputs, expected)
+        assert llama.training == training
+    else:  # a transformers that drops the cache there, and whose own tokens are wrong
+        assert training
+        dropped = f"in training mode with gradient checkpointing, where transformers {transformers.__version__} drops"
+        with pytest.raises(ValueError, match=re.escape(dropped)):
+            llama.generate(**inputs, **GREEDY) if first == "attach" else lantern_hf.attach(llama, head)
+        lantern_hf.attach(llama.eval(), head, STRICT, default_on=True)
+        decodes(llama, inputs, expected)
+    assert checkpointed_layers(llama)
 
 
 class Counting(ModelHook):

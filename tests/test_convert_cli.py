@@ -7,7 +7,6 @@ from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx2
 import huggingface_hub
 import PIL.Image
 import pytest
@@ -15,6 +14,7 @@ import torch
 from diffusers import VQModel
 from fake_hub import FakeHub, FakeRepo
 from huggingface_hub import constants
+from huggingface_hub.utils import httpx
 from pipelines import WORDS, tiny_tokenizer
 from published import class_conditional, folder, foundation, golden, golden_config, training_file
 from transformers import T5Config, T5EncoderModel
@@ -179,9 +179,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeHub]:
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     fake = FakeHub()
-    huggingface_hub.set_client_factory(
-        lambda: httpx2.Client(transport=httpx2.MockTransport(fake), follow_redirects=True)
-    )
+    huggingface_hub.set_client_factory(lambda: httpx.Client(transport=httpx.MockTransport(fake), follow_redirects=True))
     yield fake
     huggingface_hub.set_client_factory(huggingface_hub.utils._http.default_client_factory)
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from accelerate import cpu_offload, cpu_offload_with_hook, disk_offload, dispatch_model
 from accelerate.hooks import AlignDevicesHook, CpuOffload, SequentialHook, add_hook_to_module
-from conftest import TINY, prompt, tiny_chameleon, tiny_head, tiny_llama, tiny_llamagen
+from conftest import OFFLOAD_WARNING, TINY, prompt, tiny_chameleon, tiny_head, tiny_llama, tiny_llamagen
 from helpers import BEGIN_IMAGE
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -24,6 +24,8 @@ from lantern_hf import LanternConfig, LanternDraftModel, NeighborTable, check_tr
 from lantern_hf._placement import execution_device, last_layer_device, read_weight, wake
 from lantern_hf.candidates import LanternCandidateGenerator
 from lantern_hf.resolve import load_head
+
+pytestmark = OFFLOAD_WARNING
 
 STRICT = LanternConfig.strict()
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12}

@@ -19,6 +19,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
+from lantern_hf._checkpointing import set_checkpointing
 from lantern_hf.draft import POSITION_OFFSET, LanternDraftConfig, LanternDraftModel
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -194,7 +195,7 @@ def test_trains_after_inference_mode():
     positions = (torch.arange(6) + POSITION_OFFSET).expand(2, -1)
     with torch.inference_mode():
         head(tokens, hidden, positions)
-    head.activation_checkpointing_enable()
+    set_checkpointing(head, True)
     head.train()(tokens, hidden, positions).last_hidden_state.square().mean().backward()
     assert all(parameter.grad is not None for parameter in head.parameters())
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import httpx2
 import pytest
 import torch
 from conftest import tiny_head, tiny_llama
 from fake_hub import CLIENT_WARNING, FakeHub, FakeRepo, connect
+from huggingface_hub.utils import httpx
 
 from lantern_hf import LanternDraftModel
 from lantern_hf._hub_errors import WAITS_S
@@ -108,7 +108,7 @@ def test_weights_that_are_no_numbers_are_not_published(hub: FakeHub) -> None:
 # ---- the network ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fault", [httpx2.ConnectError("no route"), httpx2.ReadTimeout("slow"), 503, 429])
+@pytest.mark.parametrize("fault", [httpx.ConnectError("no route"), httpx.ReadTimeout("slow"), 503, 429])
 @pytest.mark.parametrize("where", ["GET /api/models", "HEAD", "GET .*/resolve/.*/model.safetensors"])
 def test_a_pull_tries_again(hub: FakeHub, where: str, fault: int | Exception) -> None:
     head().push_to_hub("me/head")
@@ -121,14 +121,14 @@ def test_a_pull_tries_again(hub: FakeHub, where: str, fault: int | Exception) ->
 def test_a_pull_gives_up_with_a_clear_error(hub: FakeHub, tmp_path: Path) -> None:
     head().push_to_hub("me/head")
     hub.requests.clear()
-    hub.fail("GET /api/models", httpx2.ConnectError("no route"), times=10**6)
+    hub.fail("GET /api/models", httpx.ConnectError("no route"), times=10**6)
     message = rf"could not be reached for me/head in {ATTEMPTS} attempts \(ConnectError: no route\)\. Check the conn"
     with pytest.raises(OSError, match=message) as caught:
         load()
     assert "\n" not in str(caught.value)
     assert hub.count("GET /api/models/me/head") == ATTEMPTS
     hub.faults.clear()
-    hub.fail("GET .*/model.safetensors", httpx2.ConnectError("no route"), times=10**6)
+    hub.fail("GET .*/model.safetensors", httpx.ConnectError("no route"), times=10**6)
     with pytest.raises(OSError, match=r"for model\.safetensors of me/head"):
         load()
     assert leftovers(tmp_path) == []
@@ -139,13 +139,13 @@ def test_a_pull_gives_up_with_a_clear_error(hub: FakeHub, tmp_path: Path) -> Non
 def test_out_of_reach_the_cache_serves(hub: FakeHub) -> None:
     head().push_to_hub("me/head")
     load()
-    hub.fail(".*", httpx2.ConnectError("no route"), times=10**6)
+    hub.fail(".*", httpx.ConnectError("no route"), times=10**6)
     assert equal(load(), head())
     with pytest.raises(OSError, match="could not be reached"):
         load(force_download=True)
 
 
-class Broken(httpx2.SyncByteStream):
+class Broken(httpx.SyncByteStream):
     """Half a body, and then the connection is gone."""
 
     def __init__(self, data: bytes) -> None:
@@ -153,22 +153,22 @@ class Broken(httpx2.SyncByteStream):
 
     def __iter__(self) -> Iterator[bytes]:
         yield self._data[: len(self._data) // 2]
-        raise httpx2.RemoteProtocolError("peer closed connection")
+        raise httpx.RemoteProtocolError("peer closed connection")
 
 
-def half(data: bytes) -> httpx2.Response:
+def half(data: bytes) -> httpx.Response:
     """A download that breaks off."""
-    return httpx2.Response(200, headers={"Content-Length": str(len(data))}, stream=Broken(data))
+    return httpx.Response(200, headers={"Content-Length": str(len(data))}, stream=Broken(data))
 
 
-def short(data: bytes) -> httpx2.Response:
+def short(data: bytes) -> httpx.Response:
     """A download that ends early and says that is all."""
-    return httpx2.Response(200, content=data[: len(data) // 2])
+    return httpx.Response(200, content=data[: len(data) // 2])
 
 
-def flipped(data: bytes) -> httpx2.Response:
+def flipped(data: bytes) -> httpx.Response:
     """A download of the right length with one bit wrong near the end, where only a hash sees it."""
-    return httpx2.Response(200, content=data[:-3] + bytes([data[-3] ^ 1]) + data[-2:])
+    return httpx.Response(200, content=data[:-3] + bytes([data[-3] ^ 1]) + data[-2:])
 
 
 def test_a_download_that_breaks_off_is_taken_up_again(hub: FakeHub) -> None:
@@ -186,7 +186,7 @@ def test_a_download_that_breaks_off_is_taken_up_again(hub: FakeHub) -> None:
     ],
 )
 def test_a_bad_download_leaves_the_cache_usable(
-    hub: FakeHub, tmp_path: Path, change: Callable[[bytes], httpx2.Response], message: str
+    hub: FakeHub, tmp_path: Path, change: Callable[[bytes], httpx.Response], message: str
 ) -> None:
     head().push_to_hub("me/head")
     load()
@@ -205,7 +205,7 @@ def test_a_bad_download_leaves_the_cache_usable(
 
 def test_a_config_that_was_changed_on_the_way(hub: FakeHub) -> None:
     head().push_to_hub("me/head")
-    hub.spoil("config.json", lambda data: httpx2.Response(200, content=data.replace(b"silu", b"relu")))
+    hub.spoil("config.json", lambda data: httpx.Response(200, content=data.replace(b"silu", b"relu")))
     with pytest.raises(OSError, match=r"config\.json of me/head arrived corrupt"):
         load()
     assert load().config.hidden_act == "silu"
@@ -215,7 +215,7 @@ def test_a_config_that_was_changed_on_the_way(hub: FakeHub) -> None:
 
 
 @pytest.mark.parametrize("where", ["POST /api/validate-yaml", "POST .*/lfs/objects/batch", "PUT /objects", "/commit/"])
-@pytest.mark.parametrize("fault", [httpx2.ConnectError("no route"), 503])
+@pytest.mark.parametrize("fault", [httpx.ConnectError("no route"), 503])
 def test_a_push_tries_again_and_commits_once(hub: FakeHub, where: str, fault: int | Exception) -> None:
     head().push_to_hub("me/head")
     hub.fail(where, fault, times=1)
@@ -227,7 +227,7 @@ def test_a_push_tries_again_and_commits_once(hub: FakeHub, where: str, fault: in
 @pytest.mark.parametrize("where", ["PUT /objects", "/commit/"])
 def test_a_push_that_fails_changes_nothing(hub: FakeHub, where: str) -> None:
     head().push_to_hub("me/head")
-    hub.fail(where, httpx2.ConnectError("no route"), times=10**6)
+    hub.fail(where, httpx.ConnectError("no route"), times=10**6)
     with pytest.raises(OSError, match="could not be reached"):
         head(1.0).push_to_hub("me/head")
     assert len(hub.repos["me/head"].log) == 2
@@ -238,11 +238,11 @@ def test_a_push_that_fails_changes_nothing(hub: FakeHub, where: str) -> None:
 def test_a_commit_whose_answer_is_lost_is_not_made_twice(hub: FakeHub) -> None:
     head().push_to_hub("me/head")
 
-    def lose(request: httpx2.Request) -> httpx2.Response | None:
+    def lose(request: httpx.Request) -> httpx.Response | None:
         if "/commit/" in request.url.path:
             hub.faults.clear()
             hub(request)
-            raise httpx2.ReadTimeout("no answer")
+            raise httpx.ReadTimeout("no answer")
         return None
 
     hub.faults.append(lose)
@@ -254,7 +254,7 @@ def test_a_commit_whose_answer_is_lost_is_not_made_twice(hub: FakeHub) -> None:
 def test_a_rival_push_is_not_overwritten(hub: FakeHub) -> None:
     head().push_to_hub("me/head")
 
-    def rival(request: httpx2.Request) -> httpx2.Response | None:
+    def rival(request: httpx.Request) -> httpx.Response | None:
         if "/preupload/" in request.url.path:
             hub.faults.clear()
             hub.repos["me/head"]["README.md"] = b"# written meanwhile\n"

@@ -10,7 +10,7 @@ from conftest import NUM_CODES, TINY, tiny_chameleon, tiny_llama, tiny_llamagen
 from helpers import BEGIN_IMAGE, CASES, make_case
 from torch import nn
 from transformers import (
-    Apertus1p5Config,
+    CONFIG_MAPPING,
     DynamicCache,
     ImageGPTConfig,
     ImageGPTForCausalImageModeling,
@@ -144,10 +144,20 @@ def test_attach_refuses_with_the_reason() -> None:
     image = ImageGPTForCausalImageModeling(ImageGPTConfig(n_embd=8, n_layer=1, n_head=2, vocab_size=9, n_positions=8))
     with pytest.raises(ValueError, match="flattens a 4-D attention mask"):
         attach(image)
-    reader = tiny_llama()
-    reader.config = Apertus1p5Config()
-    with pytest.raises(ValueError, match="reads images but makes none: its vision tokenizer has no decoder"):
-        attach(reader)
+
+
+MISFITS = {
+    "imagegpt": "its forward flattens a 4-D attention mask",
+    "apertus1p5": "it reads images but makes none: its vision tokenizer has no decoder",
+}
+
+
+@pytest.mark.parametrize("model_type", [name for name in MISFITS if name in CONFIG_MAPPING])  # some are newer
+def test_known_misfits_are_refused_with_the_reason(model_type: str) -> None:
+    model = tiny_llama()
+    model.config = CONFIG_MAPPING[model_type]()
+    with pytest.raises(ValueError, match=MISFITS[model_type]):
+        attach(model)
 
 
 class Entry:

@@ -14,6 +14,7 @@ from tiny import STEPS, random_data, read_log, same_weights, sampled, trained_ll
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from lantern_hf import LanternDraftModel
+from lantern_hf._checkpointing import checkpointed_layers
 from lantern_hf.training import TokenSequences, TrainingConfig, collate, evaluate_head, train_head
 from lantern_hf.training.data import SeededBatches
 
@@ -117,7 +118,7 @@ def test_half_precision_target_and_activation_checkpointing(tmp_path: Path) -> N
     head = train_head(target, data, config, output_dir=tmp_path)
     assert head.dtype == torch.bfloat16
     assert LanternDraftModel.from_pretrained(tmp_path).dtype == torch.float32
-    assert not head.is_activation_checkpointing
+    assert not checkpointed_layers(head)
 
 
 def test_a_target_that_accelerate_keeps_on_the_disk(tmp_path: Path) -> None:

@@ -60,11 +60,23 @@ def test_importing_the_package_enters_the_task() -> None:
 import sys, lantern_hf
 assert "transformers" not in sys.modules
 from transformers.pipelines import PIPELINE_REGISTRY
-print(PIPELINE_REGISTRY.check_task("lantern-text-to-image")[1]["impl"])
+task = PIPELINE_REGISTRY.check_task("lantern-text-to-image")[1]
 print([name for name in ("lantern_hf.attach", "diffusers") if name in sys.modules])
+print(task["impl"].__module__, task["impl"].__name__)
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.split("\n")[:2] == ["lantern_hf.transformers_pipeline.LanternTextToImagePipeline", "[]"]
+    assert result.stdout.split("\n")[:2] == ["[]", "lantern_hf.transformers_pipeline LanternTextToImagePipeline"]
+
+
+@pytest.mark.parametrize("first", ["lantern_hf.transformers_pipeline", "transformers.pipelines", "lantern_hf.pipeline"])
+def test_modules_may_be_imported_in_any_order(first: str) -> None:
+    code = f"""
+import importlib, lantern_hf
+importlib.import_module({first!r})
+from transformers.pipelines import PIPELINE_REGISTRY
+assert PIPELINE_REGISTRY.supported_tasks["lantern-text-to-image"]["impl"] is lantern_hf.LanternTextToImagePipeline
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_late_import_enters_the_task_as_well() -> None:

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from lantern_hf._checkpointing import set_checkpointing
 from lantern_hf.draft import LanternDraftModel
 from lantern_hf.targets import adapter_for
 from lantern_hf.training.checkpoints import export_head, newest_checkpoint, save_checkpoint
@@ -131,7 +132,7 @@ class _Trainer:
                 head = LanternDraftModel.for_target(self.target, dtype=torch.float32)
         head.place(self.target, dtype=torch.float32).bind(self.target)
         if self.config.activation_checkpointing:
-            head.activation_checkpointing_enable()
+            set_checkpointing(head, True)
         return head.requires_grad_(True).train()
 
     def _objective(self, head: LanternDraftModel) -> DraftObjective:
@@ -314,7 +315,7 @@ class _Trainer:
     def finish(self) -> LanternDraftModel:
         """Save the head and give it back as a model to use."""
         if self.config.activation_checkpointing:
-            self.head.activation_checkpointing_disable()
+            set_checkpointing(self.head, False)
         if self.average is not None:
             self.head.load_state_dict(self.average.head.state_dict())
         self.head.eval()
