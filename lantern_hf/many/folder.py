@@ -26,7 +26,7 @@ MANIFEST = "manifest.jsonl"
 KEYS = ("file", "sha256", "id", "image", "prompt", "seed", "settings", "tokens", "passes", "tokens_per_pass", "seconds")
 """What a line of a manifest holds at least."""
 
-_SHARDS, _LOCKS, _TEMPORARY = "manifest-*.jsonl", ".process-*.lock", ".*.png.tmp"
+_SHARDS, _LOCKS, _TEMPORARY = "manifest-*.jsonl", ".process-*.lock", (".*.png.tmp", f".{MANIFEST}.*.tmp")
 
 Entry = dict[str, Any]
 
@@ -72,8 +72,9 @@ class PictureFolder:
             left = self._temporary(file)
             if left.is_file() and digest_file(left) == entry["sha256"]:
                 os.replace(left, self.path / file)
-        for left in self.path.glob(_TEMPORARY):
-            left.unlink(missing_ok=True)
+        for pattern in _TEMPORARY:
+            for left in self.path.glob(pattern):
+                left.unlink(missing_ok=True)
         sync(self.path)
 
     def is_whole(self, file: str) -> bool:

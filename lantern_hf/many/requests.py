@@ -164,8 +164,8 @@ def pictures_of(requests: Sequence[ImageRequest], num_images: int, seed: int) ->
         other = named.setdefault(picture.file.lower(), picture)
         if other is not picture:
             raise ValueError(
-                f"{picture.source or picture.prompt!r}: {picture.file} is also a picture of "
-                f"{other.source or repr(other.prompt)}. Give one of them another `id`."
+                f"{picture.source or picture.id}: {picture.file} is also a picture of "
+                f"{other.source or other.id}. Give one of them another `id`."
             )
     return pictures
 
