@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lantern_hf.draft import LanternDraftConfig, LanternDraftModel
     from lantern_hf.hub import CardDetails
     from lantern_hf.images import decode_images, image_prompts
+    from lantern_hf.many import ImageRequest, ManyReport, generate_many, read_requests
     from lantern_hf.models.configuration_llamagen import LlamaGenConfig
     from lantern_hf.models.llamagen import LlamaGenForConditionalGeneration
     from lantern_hf.neighbor_cache import cached_neighbors
@@ -44,6 +45,7 @@ __all__ = [
     "DecodingStats",
     "DraftTree",
     "Emu3ImageLayout",
+    "ImageRequest",
     "ImageTokensLogitsProcessor",
     "LanternCandidateGenerator",
     "LanternConfig",
@@ -55,6 +57,7 @@ __all__ = [
     "LanternTextToImagePipeline",
     "LlamaGenConfig",
     "LlamaGenForConditionalGeneration",
+    "ManyReport",
     "NeighborTable",
     "RelaxedAcceptanceLogitsProcessor",
     "TargetAdapter",
@@ -65,8 +68,10 @@ __all__ = [
     "decode_images",
     "detach",
     "embedded_pipeline",
+    "generate_many",
     "image_prompts",
     "lantern_generate",
+    "read_requests",
     "register_target",
 ]
 
@@ -77,6 +82,7 @@ _MODULES = {
     "draft": "LanternDraftConfig LanternDraftModel",
     "hub": "CardDetails",
     "images": "decode_images image_prompts",
+    "many": "ImageRequest ManyReport generate_many read_requests",
     "models.configuration_llamagen": "LlamaGenConfig",
     "models.llamagen": "LlamaGenForConditionalGeneration",
     "neighbor_cache": "cached_neighbors",

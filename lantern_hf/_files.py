@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-__all__ = ["flush", "staged_files", "write_file"]
+__all__ = ["digest_file", "flush", "staged_files", "sync", "write_file", "write_whole"]
 
 _PREFIX = ".saving-"
 
@@ -51,3 +53,42 @@ def flush(path: Path) -> None:
     """Wait until a file is on the disk."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
+
+
+def sync(path: Path) -> None:
+    """Have the system write a file, or a folder's names, to the disk."""
+    if os.name == "nt" and path.is_dir():  # Windows opens no folders
+        return
+    descriptor = os.open(path, os.O_RDWR if path.is_file() else os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
+    """Write a file so that it is whole under its name, or not there (or the old one still).
+
+    Unlike `write_file`, it touches nothing else in the folder, which other processes may be writing to.
+
+    Args:
+        path: The file; its folder exists.
+        write: Writes it, told the temporary name, which lies in the same folder.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        write(temporary)
+        sync(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync(path.parent)
+
+
+def digest_file(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    digest = hashlib.sha256()  # `hashlib.file_digest` is new in Python 3.11
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()

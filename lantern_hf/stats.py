@@ -134,6 +134,12 @@ class DecodingStats:
         return list(self._row_passes)
 
     @property
+    def row_tokens_per_pass(self) -> list[float]:
+        """Tokens each row got from a target pass over a tree, prefill excluded; 0 for a row without one."""
+        self._fold()
+        return [tokens / max(passes, 1) for tokens, passes in zip(self._new_tokens, self._row_passes, strict=True)]
+
+    @property
     def relaxed_tv(self) -> list[float]:
         """Per row, the summed chance that relaxed and strict decoding parted ways; bounds the total variation."""
         self._fold()

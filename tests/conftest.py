@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores, and so do the processes they start
@@ -144,3 +145,20 @@ def neighbors() -> NeighborTable:
     """Neighbours in a random codebook of 24 entries."""
     codebook = torch.randn(NUM_CODES, 4, generator=torch.Generator().manual_seed(3))
     return NeighborTable.from_codebook(codebook, 8)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Folder of a tiny text-to-image pipeline; nothing writes to it."""
+    from pipelines import tiny_pipeline  # which imports this file
+
+    folder = tmp_path_factory.mktemp("pipe")
+    tiny_pipeline().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder to work in."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path

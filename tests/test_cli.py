@@ -7,31 +7,13 @@ from pathlib import Path
 
 import PIL.Image
 import pytest
+from command_line import call, check_refused
 from pipelines import tiny_class_pipeline, tiny_pipeline
-from typer.testing import CliRunner, Result
 
 import lantern_hf
-from lantern_hf.cli import app
 from lantern_hf.cli.files import image_paths, write_all
 
 TOKENS = 64
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("pipe")
-    tiny_pipeline().save_pretrained(folder)
-    return str(folder)
-
-
-@pytest.fixture
-def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def call(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 def size(path: Path) -> tuple[int, int]:
@@ -101,6 +83,7 @@ def test_classes_and_models_without_head(work: Path) -> None:
     ("arguments", "message"),
     [
         ((), "Missing argument"),
+        (("red", "--batch-size", "2"), "--batch-size goes with --prompts"),
         (("",), "has 0 tokens"),
         (("red fox", "a red fox a blue bird a"), "has 7 tokens"),
         (("red", "--tree", "nope"), "'nope' is not a preset"),
@@ -127,10 +110,7 @@ def test_errors_are_one_line_and_leave_nothing(
     (work / "file").touch()
     named = () if "--model" in arguments else ("--model", model)
     result = call("generate", *arguments, *named)
-    assert result.exit_code == 2
-    assert message in result.stderr
-    assert result.stderr.startswith("lantern-hf: error: ")
-    assert result.stderr.count("\n") == 1
+    check_refused(result, message)
     assert [path.name for path in work.iterdir()] == ["file"]
 
 

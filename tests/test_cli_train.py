@@ -10,32 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_line import call, check_refused
 from conftest import tiny_llama
-from pipelines import tiny_pipeline, tiny_tokenizer
+from pipelines import tiny_tokenizer
 from safetensors.torch import load_file
 from tiny import read_log
-from typer.testing import CliRunner, Result
 
 from lantern_hf import LanternDraftModel, LanternPipeline
-from lantern_hf.cli import app
 from lantern_hf.training import read_rows
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("pipe")
-    tiny_pipeline().save_pretrained(folder)
-    return str(folder)
-
-
-@pytest.fixture
-def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def call(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 def write_tokens(path: Path, rows: int = 12) -> Path:
@@ -136,9 +118,7 @@ def test_errors_are_one_line_and_leave_nothing(
     (work / "file").write_text("x")
     named = () if "--model" in arguments else ("--model", model)
     result = call(command, *arguments, *named)
-    assert result.exit_code == 2, result.stdout
-    assert message in result.stderr
-    assert result.stderr.count("\n") == 1
+    check_refused(result, message)
     assert sorted(path.name for path in work.iterdir()) == ["file", "tokens.jsonl"]
 
 

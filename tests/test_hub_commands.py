@@ -9,13 +9,12 @@ from pathlib import Path
 import PIL.Image
 import pytest
 import torch
+from command_line import call, check_refused
 from conftest import tiny_head, tiny_llamagen
 from fake_hub import CLIENT_WARNING, FakeHub, FakeRepo, connect
 from pipelines import tiny_pipeline
-from typer.testing import CliRunner, Result
 
 from lantern_hf import LanternDraftModel
-from lantern_hf.cli import app
 
 pytestmark = CLIENT_WARNING
 
@@ -27,10 +26,6 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeHub]:
     tiny_head(tiny_llamagen()).save_pretrained(tmp_path / "head")
     with connect(monkeypatch, tmp_path / "cache") as fake:
         yield fake
-
-
-def call(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 def test_push_pull_and_load(hub: FakeHub, tmp_path: Path) -> None:
@@ -92,10 +87,7 @@ def test_errors_are_one_line(hub: FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_
         ("pull", "me/absent", "--to", "head"): "exists and is not empty",
         ("card", "absent", "me/head"): "holds no model.safetensors",
     }.items():
-        result = call(*arguments)
-        assert (result.exit_code, result.stderr.count("\n")) == (2, 1), result.stderr
-        assert result.stderr.startswith("lantern-hf: error: ")
-        assert message in result.stderr
+        check_refused(call(*arguments), message)
     monkeypatch.delenv("HF_TOKEN")
     assert "Pushing needs a token" in call("push", "head", "me/head").stderr
     assert hub.repos == {}

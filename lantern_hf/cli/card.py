@@ -22,21 +22,11 @@ def card(
     image: options.Image = None,
     training_data: options.TrainingData = None,
     training_command: options.TrainingCommand = None,
-    tag: options.Tags = None,
+    tags: options.Tags = None,
 ) -> None:
     """Write README.md into the folder of a draft head; your own text in an earlier one stays."""
+    details = locals()
     with user_errors():
         from lantern_hf.hub import write_card
 
-        details = options.card_details(
-            tag,
-            license=license,
-            license_name=license_name,
-            license_link=license_link,
-            base_model=base_model,
-            benchmark=benchmark,
-            image=image,
-            training_data=training_data,
-            training_command=training_command,
-        )
-        typer.echo(f"Wrote {write_card(folder, repo_id, details)}")
+        typer.echo(f"Wrote {write_card(folder, repo_id, options.card_details(details))}")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import typer
 
-from lantern_hf.cli.errors import UserError
+from lantern_hf.cli.errors import user_errors
+from lantern_hf.cli.shared_options import Dtype, Int, Str
 
 _PIPELINE, _FACTS = "A whole pipeline", "What weights do not tell"
 
@@ -22,15 +23,6 @@ class Kind(str, Enum):
     llamagen_vq = "llamagen-vq"
     chameleon_vq = "chameleon-vq"
     chameleon = "chameleon"
-
-
-class Dtype(str, Enum):
-    """Dtypes of a result."""
-
-    auto = "auto"
-    float32 = "float32"
-    float16 = "float16"
-    bfloat16 = "bfloat16"
 
 
 def convert(
@@ -49,25 +41,25 @@ def convert(
         bool, typer.Option("--verify", help="Run the published rule and the result once, and compare.")
     ] = False,
     grid: Annotated[
-        Optional[str],  # noqa: UP045  typer reads this at run time, also on Python 3.10
+        Str,
         typer.Option(
             help="Image size in tokens: 16, or 16x24.", show_default="config.json or name", rich_help_panel=_FACTS
         ),
     ] = None,
     prefix_length: Annotated[
-        Optional[int],  # noqa: UP045
+        Int,
         typer.Option(min=1, help="Positions before the image.", show_default="the weights'", rich_help_panel=_FACTS),
     ] = None,
     heads: Annotated[
-        Optional[int],  # noqa: UP045
+        Int,
         typer.Option(min=1, help="Attention heads.", show_default="config.json or the width", rich_help_panel=_FACTS),
     ] = None,
     target: Annotated[
-        Optional[str],  # noqa: UP045
+        Str,
         typer.Option(help="Folder or Hub id of the target that a head is for.", rich_help_panel=_FACTS),
     ] = None,
     vq: Annotated[
-        Optional[str],  # noqa: UP045
+        Str,
         typer.Option(
             help="VQ model: of the pipeline, or the one that a Chameleon checkpoint lacks.", rich_help_panel=_PIPELINE
         ),
@@ -79,16 +71,16 @@ def convert(
         ),
     ] = False,
     head: Annotated[
-        Optional[str],  # noqa: UP045
+        Str,
         typer.Option(help="Draft head of the pipeline.", rich_help_panel=_PIPELINE),
     ] = None,
     text_encoder: Annotated[
-        Optional[str],  # noqa: UP045
+        Str,
         typer.Option(help="T5 encoder of the pipeline, such as google/flan-t5-xl.", rich_help_panel=_PIPELINE),
     ] = None,
     max_shard_size: Annotated[str, typer.Option(help="Size of one weight file.")] = "5GB",
     revision: Annotated[
-        Optional[str],  # noqa: UP045
+        Str,
         typer.Option(help="Branch, tag or commit of SOURCE on the Hub."),
     ] = None,
 ) -> None:
@@ -103,9 +95,7 @@ def convert(
     }
     parts = {"vq": vq, "head": head, "text_encoder": text_encoder}
     alone = {"kind": kind.value, "target": target, "revision": revision}
-    try:
+    with user_errors():
         from lantern_hf.cli.convert import run
 
         run(source, out, pipeline, shared, parts, alone)
-    except (ValueError, OSError, ImportError, MemoryError) as error:
-        raise UserError(error) from error

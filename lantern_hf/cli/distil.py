@@ -6,11 +6,12 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from accelerate import PartialState
 from rich.console import Console
 
+from lantern_hf._processes import process_state
+from lantern_hf.cli.files import check_folder
 from lantern_hf.cli.setup import quiet, resolve_device, resolve_dtype
-from lantern_hf.cli.train_target import LoadedTarget, check_folder, load_target
+from lantern_hf.cli.train_target import LoadedTarget, load_target
 from lantern_hf.draft import LanternDraftModel
 from lantern_hf.training import DistilConfig, read_prompts, self_distil
 
@@ -26,8 +27,8 @@ def run(options: Mapping[str, Any]) -> None:
         OSError: Something is missing, or cannot be written.
     """
     check_folder(options["output_dir"], "--output-dir")
-    state = PartialState(cpu=options["device"] == "cpu")
-    device = state.device if options["device"] == "auto" else resolve_device(options["device"])
+    state = process_state(cpu=options["device"] == "cpu")
+    device = resolve_device(options["device"], state.device)
     with quiet(local=True):
         loaded = load_target(options["model"], resolve_dtype(options["dtype"], device), device, options["device_map"])
         assistant = _assistant(options, loaded)

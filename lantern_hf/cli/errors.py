@@ -26,11 +26,16 @@ class UserError(Exception):
 
 
 @contextmanager
-def user_errors() -> Iterator[None]:
-    """Turn what a user can put right into a `UserError`."""
+def user_errors(*further: type[Exception]) -> Iterator[None]:
+    """Turn what a user can put right into a `UserError`; anything else is a defect and keeps its traceback.
+
+    Args:
+        *further: Errors of this command besides those of any.
+    """
+    kinds: tuple[type[Exception], ...] = (ValueError, OSError, ImportError, MemoryError, *further)
     try:
         yield
-    except (ValueError, OSError, ImportError, MemoryError) as error:
+    except kinds as error:
         raise UserError(error) from error
 
 

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import platform
 from dataclasses import dataclass
 from typing import Any
 
+import diffusers
+import torch
+import transformers
 from rich.table import Table
 
+from lantern_hf._version import __version__
+from lantern_hf.assets import EMBEDDED
+from lantern_hf.cli.options import GenerateOptions
+from lantern_hf.pipeline import LanternPipeline
 from lantern_hf.stats import DecodingStats
 
 
@@ -50,6 +58,27 @@ def ratios(lantern: dict[str, float], plain: dict[str, float]) -> dict[str, floa
     """How many times less (of passes and seconds) or more (of tokens a pass) LANTERN++ takes than plain decoding."""
     less = {name: plain[name] / max(lantern[name], 1e-9) for name in ("target_passes", "decoding_seconds", "seconds")}
     return less | {"tokens_per_pass": lantern["tokens_per_pass"] / max(plain["tokens_per_pass"], 1e-9)}
+
+
+def model_name(options: GenerateOptions) -> str:
+    """The model as the user named it."""
+    return options.model or f"embedded ({EMBEDDED})"
+
+
+def environment(pipe: LanternPipeline) -> dict[str, Any]:
+    """What figures were measured with, as plain JSON values."""
+    return {
+        "device": str(pipe.device),
+        "dtype": str(pipe.transformer.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "versions": {
+            "lantern_hf": __version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "diffusers": diffusers.__version__,
+            "python": platform.python_version(),
+        },
+    }
 
 
 _ROWS = (

@@ -32,20 +32,36 @@ def image_paths(out: Path, count: int) -> list[Path]:
 
 
 def check_writable(path: Path, option: str) -> None:
-    """Refuse a file that could not be written, by writing a nameless one in the nearest folder that exists.
+    """Refuse a file that could not be written.
 
     Raises:
         ValueError: The path is a folder, or its folder cannot be written or made.
     """
     if path.is_dir():
         raise ValueError(f"{option} {str(path)!r} is a folder. Name a file.")
-    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    _try_out(path.absolute().parent, path, option)
+
+
+def check_folder(folder: Path, option: str) -> None:
+    """Refuse a folder that could not be written.
+
+    Raises:
+        ValueError: It is a file, or cannot be made or written.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{option} {str(folder)!r} is a file. Name a folder.")
+    _try_out(folder.absolute(), folder, option)
+
+
+def _try_out(folder: Path, named: Path, option: str) -> None:
+    """Write a nameless file in a folder, or in the nearest above it that exists."""
+    nearest = next(path for path in (folder, *folder.parents) if path.exists())
     try:
-        with tempfile.TemporaryFile(dir=folder):
+        with tempfile.TemporaryFile(dir=nearest):
             pass
     except OSError as error:
         raise ValueError(
-            f"{option} cannot be written to {str(path)!r}: {error.strerror}. Choose another place."
+            f"{option} cannot be written to {str(named)!r}: {error.strerror}. Choose another place."
         ) from error
 
 

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import json
-import platform
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import PIL.Image
 import torch
-import transformers
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from lantern_hf._version import __version__
-from lantern_hf.assets import EMBEDDED
-from lantern_hf.cli.figures import Decoding, ratios, summary, table
+from lantern_hf.cli.figures import Decoding, environment, model_name, ratios, summary, table
 from lantern_hf.cli.files import check_writable, image_paths, write_all
 from lantern_hf.cli.options import GenerateOptions
 from lantern_hf.cli.setup import load_pipeline, named_settings, quiet, resolve_config, resolve_device, resolve_dtype
 from lantern_hf.config import LanternConfig
+from lantern_hf.many.settings import conditioning
 from lantern_hf.pipeline import LanternPipeline
 
 _GAP = 4  # white pixels between two pictures side by side, before enlarging
@@ -36,7 +32,7 @@ def run(options: GenerateOptions) -> None:
         ValueError: An option is out of range, does not fit the model, or names a place that cannot be written.
         OSError: The model is missing, or a file cannot be written.
     """
-    paths = image_paths(options.out, len(options.prompts) * options.num_images)
+    paths = image_paths(options.out or Path("lantern.png"), len(options.prompts) * options.num_images)
     for path in paths:
         check_writable(path, "--out")
     if options.report is not None:
@@ -48,7 +44,7 @@ def run(options: GenerateOptions) -> None:
         pipe.set_progress_bar_config(disable=True)
         config = resolve_config(options, settings, pipe)
         for prompt in options.prompts:  # all of them before the first is drawn
-            pipe.check_inputs(**_conditioning(prompt, pipe))
+            pipe.check_inputs(**conditioning(pipe, [prompt]))
         try:
             images, results = _decode_all(options, pipe, config)
         except torch.OutOfMemoryError as error:
@@ -90,7 +86,7 @@ def _decode(
         first = options.seed + index * options.num_images
         start = time.perf_counter()
         output: Any = pipe(
-            **_conditioning(prompt, pipe),
+            **conditioning(pipe, [prompt]),
             num_images_per_prompt=options.num_images,
             guidance_scale=options.guidance_scale,
             top_k=options.top_k,
@@ -118,15 +114,6 @@ class _Advance:
         self._done = done
 
 
-def _conditioning(prompt: str, pipe: LanternPipeline) -> dict[str, Any]:
-    """What the model draws from: the text, or the label it spells."""
-    if pipe.transformer.config.conditioning == "text":
-        return {"prompt": prompt}
-    if not prompt.strip().isdecimal():
-        raise ValueError(f"This model draws classes: PROMPT must be the number of one, got {prompt!r}.")
-    return {"class_labels": int(prompt)}
-
-
 def _report(
     options: GenerateOptions,
     pipe: LanternPipeline,
@@ -139,7 +126,7 @@ def _report(
     figures = {way: decoding.to_dict() for way, decoding in results.items()}
     prompts = [prompt for prompt in options.prompts for _ in range(options.num_images)]
     return {
-        "model": options.model or f"embedded ({EMBEDDED})",
+        "model": model_name(options),
         "images": [
             {"prompt": prompt, "seed": options.seed + index, "file": str(path)}
             for index, (prompt, path) in enumerate(zip(prompts, paths, strict=True))
@@ -157,17 +144,7 @@ def _report(
         "plain_passes": len(options.prompts) * (tokens - 1),  # the prompt's own pass gives the first token
         "results": figures,
         "ratio": ratios(figures["lantern"], figures["plain"]) if len(figures) == 2 else None,
-        "device": str(pipe.device),
-        "dtype": str(pipe.transformer.dtype).removeprefix("torch."),
-        "threads": torch.get_num_threads(),
-        "versions": {
-            "lantern_hf": __version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "diffusers": diffusers.__version__,
-            "python": platform.python_version(),
-        },
-    }
+    } | environment(pipe)
 
 
 def _write(

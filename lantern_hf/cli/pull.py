@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
 from lantern_hf.cli.errors import user_errors
+from lantern_hf.cli.shared_options import File, Str, Token
 
 
 def pull(
     repo_id: Annotated[str, typer.Argument(metavar="USER/NAME", help="Hub id of a draft head.")],
-    to: Annotated[
-        Optional[Path],  # noqa: UP045  typer reads this at run time, also on Python 3.10
-        typer.Option(metavar="FOLDER", help="Folder to make.", show_default="the Hub's cache"),
-    ] = None,
-    revision: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help="Branch, tag or commit.", show_default="main"),
-    ] = None,
-    token: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help="Access token; others can see it, HF_TOKEN or `hf auth login` are better."),
-    ] = None,
+    to: Annotated[File, typer.Option(metavar="FOLDER", help="Folder to make.", show_default="the Hub's cache")] = None,
+    revision: Annotated[Str, typer.Option(help="Branch, tag or commit.", show_default="main")] = None,
+    token: Token = None,
     offline: Annotated[bool, typer.Option("--offline", help="Take it from the cache alone.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Download also what the cache holds.")] = False,
 ) -> None:

@@ -9,6 +9,7 @@ import typer
 
 from lantern_hf.cli import card_options as options
 from lantern_hf.cli.errors import user_errors
+from lantern_hf.cli.shared_options import Str, Token
 
 
 def push(
@@ -21,15 +22,9 @@ def push(
         Optional[bool],  # noqa: UP045  typer reads this at run time, also on Python 3.10
         typer.Option("--private/--public", help="For a repository that is made.", show_default="your account's"),
     ] = None,
-    revision: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help="Branch; made if there is none.", show_default="main"),
-    ] = None,
+    revision: Annotated[Str, typer.Option(help="Branch; made if there is none.", show_default="main")] = None,
     create_pr: Annotated[bool, typer.Option("--create-pr", help="Open a pull request instead.")] = False,
-    token: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help="Access token; others can see it, HF_TOKEN or `hf auth login` are better."),
-    ] = None,
+    token: Token = None,
     license: options.License = None,
     license_name: options.LicenseName = None,
     license_link: options.LicenseLink = None,
@@ -38,27 +33,17 @@ def push(
     image: options.Image = None,
     training_data: options.TrainingData = None,
     training_command: options.TrainingCommand = None,
-    tag: options.Tags = None,
+    tags: options.Tags = None,
 ) -> None:
     """Publish a draft head on the Hub, with a card, in one commit."""
+    details = locals()
     with user_errors():
         from lantern_hf.hub import push_folder
 
-        details = options.card_details(
-            tag,
-            license=license,
-            license_name=license_name,
-            license_link=license_link,
-            base_model=base_model,
-            benchmark=benchmark,
-            image=image,
-            training_data=training_data,
-            training_command=training_command,
-        )
         commit = push_folder(
             folder,
             repo_id,
-            card=details,
+            card=options.card_details(details),
             message=message,
             private=private,
             revision=revision,

@@ -28,11 +28,16 @@ def named_settings(options: GenerateOptions) -> dict[str, Any]:
     return given
 
 
-def resolve_device(name: str) -> torch.device:
-    """The device to run on, tried out."""
+def resolve_device(name: str, own: torch.device | None = None) -> torch.device:
+    """The device to run on, tried out.
+
+    Args:
+        name: As the user named it.
+        own: Device of this process for "auto"; by default an accelerator if there is one.
+    """
     if name == "auto":
         found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        return torch.device("cpu") if found is None else found
+        return own or found or torch.device("cpu")
     try:
         return torch.empty(1, device=name).device
     except (RuntimeError, AssertionError) as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,11 @@ import torch
 from accelerate import Accelerator
 from rich.console import Console
 from torch.utils.data import Subset
-from transformers.utils import logging
 
+from lantern_hf._processes import process_state
+from lantern_hf.cli.files import check_folder
 from lantern_hf.cli.setup import quiet, resolve_device, resolve_dtype
-from lantern_hf.cli.train_target import LoadedTarget, check_folder, load_target
+from lantern_hf.cli.train_target import LoadedTarget, load_target
 from lantern_hf.draft import LanternDraftModel
 from lantern_hf.training import (
     ConditionedSequences,
@@ -28,8 +28,6 @@ from lantern_hf.training import (
     train_head,
 )
 from lantern_hf.training.runtime import seed_of, seeded
-
-logger = logging.get_logger(__name__)
 
 DEFAULT_EPOCHS = 20.0
 _EVAL_SHARE, _EVAL_MOST = 0.05, 64
@@ -48,7 +46,7 @@ def run(options: Mapping[str, Any]) -> None:
     """
     check_folder(options["output_dir"], "--output-dir")
     accelerator = make_accelerator(options["device"], options["tracker"], options["output_dir"])
-    device = accelerator.device if options["device"] == "auto" else resolve_device(options["device"])
+    device = resolve_device(options["device"], accelerator.device)
     config = training_config(options, device)
     rows = _rows(options)
     with quiet(local=True):
@@ -86,13 +84,8 @@ def make_accelerator(device: str, tracker: str | None, folder: Path) -> Accelera
             "--tracker tensorboard needs tensorboard. Install it with: pip install 'lantern_hf[tensorboard]'."
         )
     # Precision is a setting of the training, and accelerate's would wrap the head's forward.
-    accelerator = Accelerator(cpu=device == "cpu", mixed_precision="no", log_with=tracker, project_dir=folder)
-    if accelerator.num_processes == 1 and "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ:
-        logger.warning(
-            "Only one process was started: on CPUs `accelerate launch` starts several through mpirun alone. Use "
-            "`torchrun --nproc-per-node N -m lantern_hf.cli train`."
-        )
-    return accelerator
+    on_cpu = process_state(cpu=device == "cpu").device.type == "cpu"
+    return Accelerator(cpu=on_cpu, mixed_precision="no", log_with=tracker, project_dir=folder)
 
 
 def training_config(options: Mapping[str, Any], device: torch.device) -> TrainingConfig:

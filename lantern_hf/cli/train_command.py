@@ -8,21 +8,11 @@ from typing import Annotated, Optional
 
 import typer
 
-from lantern_hf.cli.errors import UserError
+from lantern_hf.cli import shared_options as shared
+from lantern_hf.cli.errors import user_errors
+from lantern_hf.cli.shared_options import MACHINE, Dtype, File, Float, Int, Str
 
-_DATA, _HEAD, _LOSS, _STEPS, _OUTPUT, _MACHINE = "Data", "Head", "Loss", "Optimization", "Output", "Machine"
-_DRAWS = "Sampling"
-# What a user can put right; anything else is a defect and keeps its traceback.
-_USER_ERRORS = (ValueError, OSError, ImportError, MemoryError, FloatingPointError)
-
-
-class Dtype(str, Enum):
-    """Dtypes a target can be loaded in."""
-
-    auto = "auto"
-    float32 = "float32"
-    float16 = "float16"
-    bfloat16 = "bfloat16"
+_DATA, _HEAD, _LOSS, _STEPS, _OUTPUT, _DRAWS = "Data", "Head", "Loss", "Optimization", "Output", "Sampling"
 
 
 class Schedule(str, Enum):
@@ -41,23 +31,10 @@ class Precision(str, Enum):
     bf16 = "bf16"
 
 
-# typer reads these at run time, also on Python 3.10.
-_Int = Optional[int]  # noqa: UP045
-_Float = Optional[float]  # noqa: UP045
-_Str = Optional[str]  # noqa: UP045
-_Path = Optional[Path]  # noqa: UP045
-
-
 def train(
-    model: Annotated[
-        _Str,
-        typer.Option(
-            help="Target: folder or Hub id of a pipeline or a transformers model.",
-            show_default="the embedded emoji model",
-        ),
-    ] = None,
+    model: shared.Target = None,
     data: Annotated[
-        Optional[list[Path]],  # noqa: UP045
+        Optional[list[Path]],  # noqa: UP045  typer reads this at run time, also on Python 3.10
         typer.Option(
             help="JSON lines with `tokens` and `prompt`, `class_label` or `input_ids`; a folder that `lantern-hf "
             "distil` wrote; or a folder of images with metadata.jsonl. May be given several times.",
@@ -65,21 +42,21 @@ def train(
         ),
     ] = None,
     dataset: Annotated[
-        _Str, typer.Option(help="In place of --data: Hub id or folder, read by `datasets`.", rich_help_panel=_DATA)
+        Str, typer.Option(help="In place of --data: Hub id or folder, read by `datasets`.", rich_help_panel=_DATA)
     ] = None,
     split: Annotated[str, typer.Option(help="Split of --dataset.", rich_help_panel=_DATA)] = "train",
     eval_sequences: Annotated[
-        _Int,
+        Int,
         typer.Option(
             min=0, help="Sequences kept for evaluation.", show_default="5 %, at most 64", rich_help_panel=_DATA
         ),
     ] = None,
     num_workers: Annotated[
-        _Int,
+        Int,
         typer.Option(min=0, help="Processes that load token sequences.", show_default="0", rich_help_panel=_DATA),
     ] = None,
     feature_cache: Annotated[
-        _Path,
+        File,
         typer.Option(
             help="Folder to keep the target's hidden states in, so that it runs once a sequence, not once an epoch.",
             rich_help_panel=_DATA,
@@ -89,43 +66,43 @@ def train(
         float, typer.Option(min=0.001, help="Most the cache may take, in GiB.", rich_help_panel=_DATA)
     ] = 20.0,
     init_head: Annotated[
-        _Str, typer.Option(help="Folder or Hub id of a head to start from.", rich_help_panel=_HEAD)
+        Str, typer.Option(help="Folder or Hub id of a head to start from.", rich_help_panel=_HEAD)
     ] = None,
     head_layers: Annotated[
-        _Int, typer.Option(min=1, help="Layers of a new head.", show_default="1", rich_help_panel=_HEAD)
+        Int, typer.Option(min=1, help="Layers of a new head.", show_default="1", rich_help_panel=_HEAD)
     ] = None,
     head_intermediate: Annotated[
-        _Int,
+        Int,
         typer.Option(
             min=1, help="Width of its feed-forward layer.", show_default="the target's", rich_help_panel=_HEAD
         ),
     ] = None,
     ema_decay: Annotated[
-        _Float,
+        Float,
         typer.Option(
             help="Save a running average of the weights with this decay, such as 0.999.", rich_help_panel=_HEAD
         ),
     ] = None,
     feature_loss_weight: Annotated[
-        _Float,
+        Float,
         typer.Option(help="Weight of SmoothL1 on hidden states.", show_default="1.0", rich_help_panel=_LOSS),
     ] = None,
     distribution_loss_weight: Annotated[
-        _Float,
+        Float,
         typer.Option(help="Weight of the cross-entropy to the target.", show_default="0.1", rich_help_panel=_LOSS),
     ] = None,
     feature_noise: Annotated[
-        _Float,
+        Float,
         typer.Option(help="Half width of the noise on hidden states.", show_default="0.1", rich_help_panel=_LOSS),
     ] = None,
     guidance_dropout: Annotated[
-        _Float,
+        Float,
         typer.Option(
             help="Share of sequences read behind the unconditional prompt.", show_default="0.1", rich_help_panel=_LOSS
         ),
     ] = None,
     guidance_scale: Annotated[
-        _Float,
+        Float,
         typer.Option(
             help="Train on guided distributions of this scale; doubles a forward.",
             show_default="off",
@@ -133,90 +110,84 @@ def train(
         ),
     ] = None,
     unroll_steps: Annotated[
-        _Int,
+        Int,
         typer.Option(
             min=1, max=3, help="Train the head on its own output, so deep.", show_default="1", rich_help_panel=_LOSS
         ),
     ] = None,
     unroll_decay: Annotated[
-        _Float,
+        Float,
         typer.Option(help="Weight of each depth relative to the last.", show_default="0.8", rich_help_panel=_LOSS),
     ] = None,
     steps: Annotated[
-        _Int, typer.Option(min=1, help="Optimizer steps, in place of --epochs.", rich_help_panel=_STEPS)
+        Int, typer.Option(min=1, help="Optimizer steps, in place of --epochs.", rich_help_panel=_STEPS)
     ] = None,
     epochs: Annotated[
-        _Float, typer.Option(help="Passes over the data.", show_default="20", rich_help_panel=_STEPS)
+        Float, typer.Option(help="Passes over the data.", show_default="20", rich_help_panel=_STEPS)
     ] = None,
     batch_size: Annotated[
-        _Int,
+        Int,
         typer.Option(min=1, help="Sequences of a forward on one process.", show_default="8", rich_help_panel=_STEPS),
     ] = None,
     gradient_accumulation: Annotated[
-        _Int, typer.Option(min=1, help="Forwards of a step.", show_default="1", rich_help_panel=_STEPS)
+        Int, typer.Option(min=1, help="Forwards of a step.", show_default="1", rich_help_panel=_STEPS)
     ] = None,
-    lr: Annotated[_Float, typer.Option(help="Peak learning rate.", show_default="1e-4", rich_help_panel=_STEPS)] = None,
+    lr: Annotated[Float, typer.Option(help="Peak learning rate.", show_default="1e-4", rich_help_panel=_STEPS)] = None,
     warmup_steps: Annotated[
-        _Int, typer.Option(min=0, help="Steps of warm-up.", show_default="3 %", rich_help_panel=_STEPS)
+        Int, typer.Option(min=0, help="Steps of warm-up.", show_default="3 %", rich_help_panel=_STEPS)
     ] = None,
     schedule: Annotated[
         Schedule, typer.Option(help="What follows the warm-up.", rich_help_panel=_STEPS)
     ] = Schedule.cosine,
     weight_decay: Annotated[
-        _Float, typer.Option(help="Decay of matrices.", show_default="0.01", rich_help_panel=_STEPS)
+        Float, typer.Option(help="Decay of matrices.", show_default="0.01", rich_help_panel=_STEPS)
     ] = None,
     max_grad_norm: Annotated[
-        _Float, typer.Option(help="Norm gradients are clipped to.", show_default="0.5", rich_help_panel=_STEPS)
+        Float, typer.Option(help="Norm gradients are clipped to.", show_default="0.5", rich_help_panel=_STEPS)
     ] = None,
-    seed: Annotated[_Int, typer.Option(min=0, help="Decides every draw.", rich_help_panel=_STEPS)] = 0,
+    seed: Annotated[Int, typer.Option(min=0, help="Decides every draw.", rich_help_panel=_STEPS)] = 0,
     output_dir: Annotated[
         Path,
         typer.Option(help="Gets the head, log.jsonl and checkpoints; a run goes on there.", rich_help_panel=_OUTPUT),
     ] = Path("runs/head"),
     save_every: Annotated[
-        _Int,
+        Int,
         typer.Option(
             min=1, help="Steps between checkpoints and evaluations.", show_default="1000", rich_help_panel=_OUTPUT
         ),
     ] = None,
     keep_checkpoints: Annotated[
-        _Int, typer.Option(min=1, help="Newest checkpoints kept.", show_default="2", rich_help_panel=_OUTPUT)
+        Int, typer.Option(min=1, help="Newest checkpoints kept.", show_default="2", rich_help_panel=_OUTPUT)
     ] = None,
     log_every: Annotated[
-        _Int, typer.Option(min=1, help="Steps between lines of the log.", show_default="10", rich_help_panel=_OUTPUT)
+        Int, typer.Option(min=1, help="Steps between lines of the log.", show_default="10", rich_help_panel=_OUTPUT)
     ] = None,
     tree: Annotated[
-        _Str,
+        Str,
         typer.Option(
             help="Draft tree whose tokens a pass are estimated.", show_default="eagle_25", rich_help_panel=_OUTPUT
         ),
     ] = None,
     tracker: Annotated[
-        _Str, typer.Option(help="Tracker of accelerate, such as tensorboard.", rich_help_panel=_OUTPUT)
+        Str, typer.Option(help="Tracker of accelerate, such as tensorboard.", rich_help_panel=_OUTPUT)
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps...", rich_help_panel=_MACHINE)] = "auto",
-    dtype: Annotated[
-        Dtype, typer.Option(help="Of the target; auto is float32 on cpu and mps.", rich_help_panel=_MACHINE)
-    ] = Dtype.auto,
-    device_map: Annotated[
-        _Str, typer.Option(help="Spread a transformers model, such as auto.", rich_help_panel=_MACHINE)
-    ] = None,
+    device: shared.Device = "auto",
+    dtype: shared.TargetDtype = Dtype.auto,
+    device_map: shared.DeviceMap = None,
     mixed_precision: Annotated[
-        Precision, typer.Option(help="auto is bf16 on cuda.", rich_help_panel=_MACHINE)
+        Precision, typer.Option(help="auto is bf16 on cuda.", rich_help_panel=MACHINE)
     ] = Precision.auto,
     activation_checkpointing: Annotated[
         bool,
-        typer.Option("--activation-checkpointing", help="Trade time for memory.", rich_help_panel=_MACHINE),
+        typer.Option("--activation-checkpointing", help="Trade time for memory.", rich_help_panel=MACHINE),
     ] = False,
 ) -> None:
     """Train a draft head for a target, or go on with it; `accelerate launch` and `torchrun` start several processes."""
-    options = {name: value.value if isinstance(value, Enum) else value for name, value in locals().items()}
-    from lantern_hf.cli.train import run
+    options = shared.plain(locals())
+    with user_errors(FloatingPointError):
+        from lantern_hf.cli.train import run
 
-    try:
         run(options)
-    except _USER_ERRORS as error:
-        raise UserError(error) from error
 
 
 def distil(
@@ -224,71 +195,59 @@ def distil(
         Path,
         typer.Option(help="Text file with a prompt (or class label) a line, or JSON lines.", rich_help_panel=_DATA),
     ],
-    model: Annotated[
-        _Str,
-        typer.Option(
-            help="Target: folder or Hub id of a pipeline or a transformers model.",
-            show_default="the embedded emoji model",
-        ),
-    ] = None,
+    model: shared.Target = None,
     output_dir: Annotated[
         Path, typer.Option(help="Gets the shards; a run goes on there.", rich_help_panel=_OUTPUT)
     ] = Path("runs/sequences"),
     sequences_per_prompt: Annotated[
-        _Int, typer.Option(min=1, help="Sequences of each prompt.", show_default="1", rich_help_panel=_DATA)
+        Int, typer.Option(min=1, help="Sequences of each prompt.", show_default="1", rich_help_panel=_DATA)
     ] = None,
     guidance_scale: Annotated[
-        _Float,
+        Float,
         typer.Option(help="Guidance; 1 is off.", show_default="the pipeline's, or 1", rich_help_panel=_DRAWS),
     ] = None,
     top_k: Annotated[
-        _Int,
+        Int,
         typer.Option(
             help="Tokens to draw from; 0 is all.", show_default="the pipeline's, or 0", rich_help_panel=_DRAWS
         ),
     ] = None,
     top_p: Annotated[
-        _Float, typer.Option(help="Probability mass to draw from.", show_default="1.0", rich_help_panel=_DRAWS)
+        Float, typer.Option(help="Probability mass to draw from.", show_default="1.0", rich_help_panel=_DRAWS)
     ] = None,
     temperature: Annotated[
-        _Float, typer.Option(help="Softmax temperature.", show_default="1.0", rich_help_panel=_DRAWS)
+        Float, typer.Option(help="Softmax temperature.", show_default="1.0", rich_help_panel=_DRAWS)
     ] = None,
     max_new_tokens: Annotated[
-        _Int, typer.Option(min=2, help="Tokens of a sequence.", show_default="one image", rich_help_panel=_DRAWS)
+        Int, typer.Option(min=2, help="Tokens of a sequence.", show_default="one image", rich_help_panel=_DRAWS)
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Decides every draw.", rich_help_panel=_DRAWS)] = 0,
     head: Annotated[
-        _Str,
+        Str,
         typer.Option(
-            help="Head to decode faster with, strictly.", show_default="the pipeline's", rich_help_panel=_MACHINE
+            help="Head to decode faster with, strictly.", show_default="the pipeline's", rich_help_panel=MACHINE
         ),
     ] = None,
-    plain: Annotated[bool, typer.Option("--plain", help="Use no head.", rich_help_panel=_MACHINE)] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="Use no head.", rich_help_panel=MACHINE)] = False,
     tree: Annotated[
-        _Str, typer.Option(help="Draft tree of the head.", show_default="eagle_25", rich_help_panel=_MACHINE)
+        Str, typer.Option(help="Draft tree of the head.", show_default="eagle_25", rich_help_panel=MACHINE)
     ] = None,
     batch_size: Annotated[
-        _Int, typer.Option(min=1, help="Sequences generated together.", show_default="8", rich_help_panel=_MACHINE)
+        Int, typer.Option(min=1, help="Sequences generated together.", show_default="8", rich_help_panel=MACHINE)
     ] = None,
     shard_size: Annotated[
-        _Int,
+        Int,
         typer.Option(
             min=1, help="Sequences of a shard, the most a kill loses.", show_default="64", rich_help_panel=_OUTPUT
         ),
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps...", rich_help_panel=_MACHINE)] = "auto",
-    dtype: Annotated[
-        Dtype, typer.Option(help="Of the target; auto is float32 on cpu and mps.", rich_help_panel=_MACHINE)
-    ] = Dtype.auto,
-    device_map: Annotated[
-        _Str, typer.Option(help="Spread a transformers model, such as auto.", rich_help_panel=_MACHINE)
-    ] = None,
+    device: shared.Device = "auto",
+    dtype: shared.TargetDtype = Dtype.auto,
+    device_map: shared.DeviceMap = None,
 ) -> None:
     """Have a target generate training sequences for its head, or go on with it; data for `lantern-hf train --data`."""
-    options = {name: value.value if isinstance(value, Enum) else value for name, value in locals().items()}
-    from lantern_hf.cli.distil import run
+    options = shared.plain(locals())
+    with user_errors(FloatingPointError):
+        from lantern_hf.cli.distil import run
 
-    try:
         run(options)
-    except _USER_ERRORS as error:
-        raise UserError(error) from error

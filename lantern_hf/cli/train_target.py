@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,21 +85,3 @@ def _processor(model: str) -> Any:
         return None
     reads_text = hasattr(getattr(processor, "tokenizer", processor), "convert_tokens_to_ids")
     return processor if reads_text else None
-
-
-def check_folder(folder: Path, option: str) -> None:
-    """Refuse a folder that could not be written, before any work.
-
-    Raises:
-        ValueError: It is a file, or cannot be made or written.
-    """
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{option} {str(folder)!r} is a file. Name a folder.")
-    nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    try:
-        with tempfile.TemporaryFile(dir=nearest):
-            pass
-    except OSError as error:
-        raise ValueError(
-            f"{option} {str(folder)!r} cannot be written: {error.strerror}. Choose another place."
-        ) from error

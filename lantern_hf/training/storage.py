@@ -4,7 +4,6 @@ nothing of what they hold.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -14,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
+
+from lantern_hf._files import digest_file, sync, write_whole
 
 __all__ = ["ShardStore", "digest_file", "remove_leftovers", "replace_folder", "sync", "write_whole", "writing"]
 
@@ -36,34 +37,6 @@ def writing(what: str, hint: str) -> Iterator[None]:
     except (OSError, SafetensorError, RuntimeError) as error:
         reason = (getattr(error, "strerror", None) or str(error) or type(error).__name__).splitlines()[0]
         raise OSError(f"{what} could not be written: {reason}. {hint}") from error
-
-
-def sync(path: Path) -> None:
-    """Have the system write a file, or a folder's names, to the disk."""
-    if os.name == "nt" and path.is_dir():  # Windows opens no folders
-        return
-    descriptor = os.open(path, os.O_RDWR if path.is_file() else os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
-    """Write a file so that it is whole under its name, or not there (or the old one still).
-
-    Args:
-        path: The file; its folder exists.
-        write: Writes it, told the temporary name, which lies in the same folder.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        write(temporary)
-        sync(temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync(path.parent)
 
 
 def replace_folder(final: Path, write: Callable[[Path], Any]) -> None:
@@ -95,15 +68,6 @@ def remove_leftovers(folder: Path) -> None:
             shutil.rmtree(left, ignore_errors=True)
         else:
             left.unlink(missing_ok=True)
-
-
-def digest_file(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
-    digest = hashlib.sha256()  # `hashlib.file_digest` is new in Python 3.11
-    with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 class ShardStore:
