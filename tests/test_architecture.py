@@ -19,14 +19,14 @@ MAX_FILE, MAX_FUNCTION, P90_FUNCTION = 350, 60, 30
 
 # A module may import from its own layer only what is listed before it there, and anything above. Packages count whole.
 LAYERS: list[list[str]] = [
-    ["_version", "_registration", "_host", "_placement", "_nearest", "_tree_presets", "_files"],
+    ["_version", "_registration", "_host", "_placement", "_wrappers", "_nearest", "_tree_presets", "_files"],
     ["_hub_errors", "_hub_download", "_hub_upload", "_hub_results", "_hub_card"],
     ["tree", "neighbors", "neighbor_cache", "stats", "relaxation"],
     ["config", "_neighborhood", "_verdict"],
     ["greedy", "acceptance"],
     ["cache", "sequences", "sampling", "outputs", "structure", "processors"],
     ["models", "draft_config", "head_files", "head_publishing", "draft_layers", "draft_files", "draft"],
-    ["targets", "images"],
+    ["_captions", "targets", "images", "tree_support"],
     ["candidates", "prompts", "resolve", "session"],
     ["strategy"],
     ["attach"],
