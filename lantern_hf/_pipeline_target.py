@@ -14,7 +14,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from lantern_hf._pipeline_arguments import Parts
 from lantern_hf._pipeline_progress import DecodingProgress
 from lantern_hf._placement import read_weight, wake
-from lantern_hf.attach import attachment, run_generate, unwrap
+from lantern_hf._wrappers import unwrap
+from lantern_hf.attach import attachment, run_generate
 from lantern_hf.config import LanternConfig
 from lantern_hf.draft import LanternDraftModel
 from lantern_hf.neighbor_cache import cached_neighbors

@@ -35,10 +35,9 @@ from lantern_hf._pipeline_checks import (
 from lantern_hf._pipeline_hub import PipelineHubMixin
 from lantern_hf._pipeline_progress import DecodingProgress
 from lantern_hf._pipeline_prompts import one_an_image, prompt_list
-from lantern_hf._pipeline_target import PipelineTargetMixin
 from lantern_hf._placement import is_moved_as_a_whole
+from lantern_hf._wrappers import unwrap
 from lantern_hf.assets import embedded_model_path
-from lantern_hf.attach import unwrap
 from lantern_hf.config import LanternConfig
 from lantern_hf.draft import LanternDraftModel
 from lantern_hf.stats import DecodingStats
@@ -62,7 +61,7 @@ class LanternPipelineOutput(ImagePipelineOutput):
     codes: Tensor | list[Tensor] | None = None
 
 
-class LanternPipeline(PipelineTargetMixin, PipelineHubMixin):
+class LanternPipeline(PipelineHubMixin):
     """Text (or class) to image with any visual autoregressive model that an adapter serves, several tokens a pass.
 
     Load a saved one with `from_pretrained`, make one of a target that is loaded already with `from_target`.

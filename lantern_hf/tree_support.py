@@ -1,6 +1,6 @@
 """`check_tree_support`: whether a model scores a tree as it scores sequences, asked of the model itself.
 
-A model that misreads a tree mask says nothing, so a pass over a small tree is compared with plain passes over its paths.
+A model that misreads a tree mask says nothing, so a pass over a small tree is compared with plain ones over its paths.
 """
 
 from __future__ import annotations

@@ -176,7 +176,10 @@ def test_llamagen_gives_the_images_of_its_own_pipeline() -> None:
     with pytest.raises(ValueError, match="takes no `negative_prompt`"):
         theirs("a bird", negative_prompt="a fox")
     bare = pipeline("lantern-text-to-image", model=ours.transformer, device="cpu", tokenizer=ours.tokenizer)
-    with pytest.raises(ValueError, match="needs `text_encoder`, `vq_model`"):
+    with pytest.raises(ValueError, match="holds no decoder of its codes. Pass `vq_model`"):
+        bare("a bird")
+    bare = pipeline("lantern-text-to-image", model=ours.transformer, device="cpu", vq_model=ours.vq_model)
+    with pytest.raises(ValueError, match="no `tokenizer` or no `text_encoder`"):
         bare("a bird")
 
 

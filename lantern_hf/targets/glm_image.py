@@ -21,7 +21,6 @@ from lantern_hf.cache import CACHE_KEYWORD
 from lantern_hf.targets.base import Prefill, TargetAdapter, to_module
 from lantern_hf.targets.image_side import Grid
 
-
 _NO_PIXELS = (
     "GLM-Image's codes are drawn by a diffusion model. Attach the prior of a diffusers GlmImagePipeline, "
     "lantern_hf.attach(pipe.vision_language_encoder, head, default_on=True), and call that pipeline. For the codes "

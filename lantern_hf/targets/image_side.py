@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 Grid = tuple[int, int]
