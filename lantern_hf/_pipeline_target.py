@@ -1,4 +1,4 @@
-"""The target of a `LanternPipeline`: taken over as it is loaded, asked for its adapter, decoded with or without a head."""
+"""The target of a `LanternPipeline`: taken over as it is loaded, asked for its adapter, decoded with a head or not."""
 
 from __future__ import annotations
 

@@ -239,6 +239,31 @@ def test_the_stock_text_pipeline_carries_a_head() -> None:
     assert stock(["w5 w6", "w7"], **settings) == expected
 
 
+def test_the_stock_any_to_any_pipeline_carries_a_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text from end to end, images up to the codes: upstream's way from pixels to PIL needs torchvision, as all of it
+    says it does; the check for it is taken out, since nothing else here needs it."""
+    monkeypatch.setattr("transformers.pipelines.any_to_any.requires_backends", lambda *arguments: None)
+    model, processor = tiny_janus(), janus_processor()
+    stock = pipeline("any-to-any", model=model, processor=processor, device="cpu")
+    settings = {"do_sample": False, "max_new_tokens": 6}
+    expected = stock(text="a red fox", generate_kwargs=settings)
+    prompt = stock.preprocess({"text": "a red fox"}, processor_kwargs={"generation_mode": "image"})
+    image = {"generation_mode": "image", "do_sample": False, "guidance_scale": 3.0}
+    codes = stock.forward(dict(prompt), generate_kwargs=image)["generated_sequence"]
+    attach(model)
+    seen: list[int] = []
+    head = {
+        "assistant": tiny_head(model),
+        "lantern_config": LanternConfig.strict("chain_5"),
+        "on_round": lambda session: seen.append(session.stats.passes),
+    }
+    assert stock(text="a red fox", generate_kwargs=settings | head) == expected
+    assert 0 < len(seen) <= 5
+    seen.clear()
+    assert torch.equal(stock.forward(dict(prompt), generate_kwargs=image | head)["generated_sequence"], codes)
+    assert 0 < len(seen) <= codes.shape[1] - 1
+
+
 @pytest.mark.parametrize("name", ["emu3", "transformers_pipeline"])
 def test_the_example_runs(name: str, folders: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES))
