@@ -6,7 +6,7 @@
 
 The first makes a pipeline of a transformers checkpoint, its processor and a draft head; with `--save` all of them
 become a folder. The second loads such a folder, or a Hub id. Anole and Lumina-mGPT need `--vq` as well, a folder of
-their VQ model as a `diffusers.VQModel` (`lantern-hf convert vqgan.ckpt vq`).
+their VQ model as a `diffusers.VQModel` (`lantern-hf convert vqgan.ckpt --out vq`).
 """
 
 from __future__ import annotations
