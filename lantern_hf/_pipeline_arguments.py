@@ -70,6 +70,7 @@ def image_arguments(model: Any, parts: Parts, wish: Wish, options: Mapping[str, 
         arguments = {key: _on(adapter, value) for key, value in arguments.items()}
         return arguments | ({} if scale == 1 else {"guidance_scale": float(scale)})
     reader, size = parts.reader, {"height": wish.height, "width": wish.width}
+    adapter.check_prompts(reader, wish.prompts)
     if reader is None:
         raise ValueError(f"Prompts of {type(model).__name__} need its processor. Pass `processor` or `tokenizer`.")
     arguments = image_prompts(model, reader, wish.prompts, guidance_scale=scale, target_options=options, **size)
@@ -84,7 +85,7 @@ def _check_wish(adapter: Any, wish: Wish) -> None:
     """Refuse what the family does not draw from."""
     given = "class_labels" if wish.prompts is None else "prompt"
     if given != adapter.asks:
-        raise ValueError(f"This model draws from `{adapter.asks}`: pass that, and nothing else to draw from.")
+        raise ValueError(f"This model draws from `{adapter.asks}`, not from `{given}`. Call LanternPipeline with that.")
     if wish.negative is not None and any(wish.negative) and not adapter.takes_negative:
         raise ValueError(
             f"{type(adapter.model).__name__} takes no `negative_prompt`: what it is guided away from is its own. Leave "
