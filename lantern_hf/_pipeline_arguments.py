@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from lantern_hf._captions import CaptionEncoder
 from lantern_hf.images import image_prompts
-from lantern_hf.targets import adapter_class, adapter_for
+from lantern_hf.targets import FAMILY_KEY, adapter_class, adapter_for
 
 
 def family_defaults(model: Any, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -96,3 +99,14 @@ def _check_wish(adapter: Any, wish: Wish) -> None:
 def _on(adapter: Any, value: Any) -> Any:
     """Move a tensor to where the model's prompts belong."""
     return value.to(adapter.device) if isinstance(value, Tensor) else value
+
+
+def write_family(folder: str | os.PathLike[str], family: str) -> None:
+    """Write the family into the configuration of a saved target, whose class alone may not tell it."""
+    file = Path(folder, "config.json")
+    if not file.is_file():  # an adapter of weights, whose base is elsewhere
+        return
+    values = json.loads(file.read_text(encoding="utf-8"))
+    if FAMILY_KEY not in values:
+        text = json.dumps(values | {FAMILY_KEY: family}, indent=2, sort_keys=True)
+        file.write_text(text + "\n", encoding="utf-8")

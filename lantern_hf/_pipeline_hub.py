@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 from pathlib import Path
@@ -14,10 +13,10 @@ from huggingface_hub import CommitInfo
 from lantern_hf._files import staged_files
 from lantern_hf._hub_card import CardDetails, card_text, is_hub_id, merge_card
 from lantern_hf._hub_upload import Push
+from lantern_hf._pipeline_arguments import write_family
 from lantern_hf._pipeline_target import PipelineTargetMixin
 from lantern_hf.head_publishing import check_weight_values
 from lantern_hf.hub import download_pipeline
-from lantern_hf.targets import FAMILY_KEY
 
 __all__ = ["PipelineHubMixin"]
 
@@ -81,7 +80,7 @@ class PipelineHubMixin(PipelineTargetMixin):
         upload = {name: kwargs.pop(name) for name in names if name in kwargs}
         with staged_files(Path(save_directory), self.config_name) as staging:
             super().save_pretrained(os.fspath(staging), **kwargs)
-            _name_family(staging / "transformer" / "config.json", self._adapter.family)
+            write_family(staging / "transformer", self._adapter.family)
         if push_to_hub:
             self.push_to_hub(upload.pop("repo_id", Path(save_directory).name), **upload)
 
@@ -180,12 +179,3 @@ def _findable(value: Any) -> Any:
     if "." in library or library in ("diffusers", "transformers") or not hasattr(transformers, name):
         return value
     return ("transformers", name)
-
-
-def _name_family(config: Path, family: str) -> None:
-    """Write the family into a saved target, whose class alone may not tell it."""
-    if not config.is_file():  # an adapter of weights, whose base is elsewhere
-        return
-    values = json.loads(config.read_text(encoding="utf-8"))
-    if values.setdefault(FAMILY_KEY, family) == family:
-        config.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -110,6 +110,7 @@ class LanternPipeline(PipelineHubMixin):
         super().__init__()
         target, options = unwrap(transformer), dict(target_options or {})
         adapter = adapter_for(target, **options)
+        options = {"family": adapter.family} | options  # for good: saving a model writes its class over what told it
         check_parts(adapter, vq_model, text_encoder)
         if draft_head is not None:
             draft_head.bind(target)

@@ -212,6 +212,17 @@ def test_it_saves_what_it_loads(emu3: Any, folders: tuple[str, str], tmp_path: P
     assert same([again("hi", seed=0, **SIZE)], [emu3("hi", seed=0, **SIZE)])
 
 
+def test_a_saved_lumina_is_still_one(tmp_path: Path) -> None:
+    """transformers writes Chameleon's name over the class that told it, in the saved and in the living model."""
+    model, wish = tiny_lumina(), {"height": 8, "width": 12, "seed": 0}
+    parts = {"tokenizer": tiny_tokenizer(), "vq_model": tiny_chameleon_vq(model), "device": "cpu"}
+    pipe = pipeline("lantern-text-to-image", model=model, **parts)
+    image = pipe("word3", **wish)
+    pipe.save_pretrained(tmp_path)
+    again = pipeline("lantern-text-to-image", model=str(tmp_path), **parts)
+    assert same([image, image], [again("word3", **wish), pipe("word3", **wish)])
+
+
 def words() -> PreTrainedTokenizerFast:
     """One id a word."""
     vocabulary = {"<pad>": 0, "<s>": 1, "<unk>": 2} | {f"w{i}": i for i in range(3, 40)}
