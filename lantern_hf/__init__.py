@@ -17,7 +17,7 @@ from lantern_hf._registration import register_task
 from lantern_hf._version import __version__
 
 if TYPE_CHECKING:
-    from lantern_hf.attach import attach, check_tree_support, detach
+    from lantern_hf.attach import attach, detach
     from lantern_hf.candidates import CandidateTree, LanternCandidateGenerator
     from lantern_hf.config import LanternConfig
     from lantern_hf.draft import LanternDraftConfig, LanternDraftModel
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from lantern_hf.targets.emu3_layout import Emu3ImageLayout
     from lantern_hf.transformers_pipeline import LanternTextToImagePipeline
     from lantern_hf.tree import TREES, DraftTree
+    from lantern_hf.tree_support import check_tree_support
 
 __all__ = [
     "TREES",
@@ -76,7 +77,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "attach": "attach check_tree_support detach",
+    "attach": "attach detach",
     "candidates": "CandidateTree LanternCandidateGenerator",
     "config": "LanternConfig",
     "draft": "LanternDraftConfig LanternDraftModel",
@@ -96,6 +97,7 @@ _MODULES = {
     "targets.emu3_layout": "Emu3ImageLayout",
     "transformers_pipeline": "LanternTextToImagePipeline",
     "tree": "TREES DraftTree",
+    "tree_support": "check_tree_support",
 }
 _HOME = {name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names.split()}
 

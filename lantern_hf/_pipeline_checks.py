@@ -12,23 +12,26 @@ OUTPUT_TYPES = ("pil", "np", "pt", "latent")
 TENSOR_INPUTS = ("image_tokens", "image")
 
 
-def check_parts(transformer: Any, vq_model: Any, text_encoder: Any) -> None:
-    """Refuse parts that belong to different models.
+def check_parts(adapter: Any, vq_model: Any, text_encoder: Any) -> None:
+    """Refuse parts that belong to different models, and models that draw nothing.
 
     Raises:
-        ValueError: Codebook or feature widths differ.
+        ValueError: Codebook or feature widths differ, or the target is a text model.
     """
-    config = transformer.config
-    if (codes := vq_model.config.num_vq_embeddings) != config.codebook_size:
+    if not adapter.has_codebook:
         raise ValueError(
-            f"`vq_model` has {codes} codes, `transformer` draws from {config.codebook_size}. Use the VQ model it was "
-            "trained with."
+            f"`transformer` is a {type(adapter.model).__name__}, which draws no images. Call its own `generate`; for "
+            "drafting there, lantern_hf.attach(model, head)."
         )
+    if vq_model is not None:
+        adapter.check_decoder(vq_model)
+    config = adapter.model.config
     width = None if text_encoder is None else getattr(text_encoder.config, "hidden_size", None)
-    if width is not None and config.conditioning == "text" and width != config.caption_dim:
+    wanted = getattr(config, "caption_dim", None)
+    if width is not None and wanted is not None and adapter.asks == "prompt" and width != wanted:
         raise ValueError(
-            f"`text_encoder` gives features of width {width}, `transformer` reads {config.caption_dim}. Use the "
-            "encoder it was trained with."
+            f"`text_encoder` gives features of width {width}, `transformer` reads {wanted}. Use the encoder it was "
+            "trained with."
         )
 
 
@@ -79,6 +82,19 @@ def check_generator(generator: Any, images: int) -> None:
         raise ValueError(
             f"`generator` has {len(generator)} generators for {images} images (prompts times `num_images_per_prompt`). "
             "Pass one, or one per image."
+        )
+
+
+def check_sizes(sizes: Sequence[tuple[int, int]], output_type: str) -> None:
+    """Refuse one array or tensor for images of several sizes.
+
+    Raises:
+        ValueError: The sizes differ and the output is such.
+    """
+    if output_type in ("np", "pt") and len(set(sizes)) > 1:
+        raise ValueError(
+            f"`output_type={output_type!r}` is one array for all images, which have {len(set(sizes))} sizes here. Pass "
+            "'pil', or images of one size."
         )
 
 

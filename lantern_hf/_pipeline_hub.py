@@ -7,20 +7,33 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+import transformers
 from huggingface_hub import CommitInfo
 
 from lantern_hf._files import staged_files
 from lantern_hf._hub_card import CardDetails, card_text, is_hub_id, merge_card
 from lantern_hf._hub_upload import Push
+from lantern_hf._pipeline_arguments import write_family
+from lantern_hf._pipeline_target import PipelineTargetMixin
 from lantern_hf.head_publishing import check_weight_values
 from lantern_hf.hub import download_pipeline
 
 __all__ = ["PipelineHubMixin"]
 
 
-class PipelineHubMixin(DiffusionPipeline):
+class PipelineHubMixin(PipelineTargetMixin):
     """What `LanternPipeline` has on top of `DiffusionPipeline` for files and the Hub."""
+
+    def register_to_config(self, **kwargs: Any) -> None:
+        """Note settings and the classes of components, as `DiffusionPipeline` does.
+
+        diffusers takes a transformers class for one of its own pipelines' where a folder there has the name of the
+        model's, as `glm_image`; written down so, no other program would find it.
+
+        Args:
+            **kwargs: Settings, and `(library, class)` of components.
+        """
+        super().register_to_config(**{name: _findable(value) for name, value in kwargs.items()})
 
     @classmethod
     def download(cls, pretrained_model_name: str, **kwargs: Any) -> str:
@@ -67,6 +80,7 @@ class PipelineHubMixin(DiffusionPipeline):
         upload = {name: kwargs.pop(name) for name in names if name in kwargs}
         with staged_files(Path(save_directory), self.config_name) as staging:
             super().save_pretrained(os.fspath(staging), **kwargs)
+            write_family(staging / "transformer", self._adapter.family)
         if push_to_hub:
             self.push_to_hub(upload.pop("repo_id", Path(save_directory).name), **upload)
 
@@ -129,13 +143,13 @@ class PipelineHubMixin(DiffusionPipeline):
 
     def _card(self, repo_id: str, details: CardDetails) -> tuple[dict[str, Any], str]:
         """Metadata and text of the card."""
-        target: Any = self.transformer
-        by_class = target.config.conditioning == "class"
+        target: Any = self._adapter.model
+        by_class, grid = self._adapter.asks == "class_labels", self._adapter.grid
         draw = "pipe(class_labels=1)" if by_class else 'pipe("a red fox")'
-        grid = target.config.grid_size
         parts = {name: part for name, part in self.components.items() if hasattr(part, "num_parameters")}
         facts = {name: f"{part.num_parameters() / 1e6:.2f} M parameters" for name, part in parts.items()}
-        facts["image"] = f"{grid[0]} x {grid[1]} codes of {target.config.codebook_size}"
+        size = "codes" if grid is None else f"{grid[0]} x {grid[1]} codes"
+        facts["image"] = f"{size} of {self._adapter.codebook_size}"
         own: Any = self.config
         facts["draws"] = f"{'classes' if by_class else 'text'}, guidance {own.guidance_scale:g} by default"
         base = details.base_model or target.config._name_or_path
@@ -155,3 +169,13 @@ class PipelineHubMixin(DiffusionPipeline):
             ),
             facts=facts,
         )
+
+
+def _findable(value: Any) -> Any:
+    """Give `("transformers", class)` for a class of transformers that was taken for one of a diffusers pipeline's."""
+    if not (isinstance(value, tuple | list) and len(value) == 2 and all(isinstance(part, str) for part in value)):
+        return value
+    library, name = value
+    if "." in library or library in ("diffusers", "transformers") or not hasattr(transformers, name):
+        return value
+    return ("transformers", name)

@@ -1,12 +1,13 @@
-"""Prompts and classes to what LlamaGen's prefix reads. Knows tokenizers and text encoders, not the decoding."""
+"""What a user gives for prompts, as a list; and the reading of captions, for those who look for it here."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-import torch
-from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from lantern_hf._captions import check_lengths, class_ids, encode_prompts
+
+__all__ = ["check_lengths", "class_ids", "encode_prompts", "one_an_image", "prompt_list"]
 
 
 def prompt_list(prompt: str | Sequence[str]) -> list[str]:
@@ -25,63 +26,21 @@ def prompt_list(prompt: str | Sequence[str]) -> list[str]:
     return prompts
 
 
-def check_lengths(tokenizer: PreTrainedTokenizerBase, prompts: list[str], limit: int) -> None:
-    """Refuse prompts that are empty or that the prefix cannot hold.
-
-    Raises:
-        ValueError: A prompt has no token, or more than `limit`.
-    """
-    words = tokenizer(prompts, add_special_tokens=False, verbose=False)["input_ids"]
-    tokens = tokenizer(prompts, verbose=False)["input_ids"]
-    for text, own, ids in zip(prompts, words, tokens, strict=True):
-        if not own:
-            raise ValueError(f"`prompt` {text!r} is empty: it has 0 tokens. Describe the image in at least one word.")
-        if len(ids) > limit:
-            shown = text if len(text) <= 40 else f"{text[:40]}..."
-            raise ValueError(
-                f"`prompt` {shown!r} has {len(ids)} tokens, this model reads at most {limit}. "
-                f"Shorten it by {len(ids) - limit}."
-            )
-
-
-def encode_prompts(
-    tokenizer: PreTrainedTokenizerBase, encoder: PreTrainedModel, prompts: list[str], length: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Encode prompts so that each ends at the last prefix position, as LlamaGen wants it.
+def one_an_image(name: str, value: Any, prompts: int, each: int) -> list[Any] | None:
+    """Repeat what is one for all prompts, or one a prompt, so that every image has its own.
 
     Args:
-        tokenizer: Pads on either side.
-        encoder: Text encoder.
-        prompts: Texts of at most `length` tokens.
-        length: Prefix positions P.
-        device: Where the encoder runs.
-
-    Returns:
-        Features `(B, P, caption_dim)`, zero where padded, and the mask `(B, P)` int64.
-    """
-    batch = tokenizer(prompts, padding="max_length", max_length=length, truncation=True, return_tensors="pt").to(device)
-    ids, mask = batch["input_ids"], batch["attention_mask"]
-    features = encoder(input_ids=ids, attention_mask=mask).last_hidden_state * mask[..., None]
-    if tokenizer.padding_side == "right":  # flan-t5 does: published LlamaGen rolls the features to the right
-        shift = length - mask.sum(1, keepdim=True)
-        index = (torch.arange(length, device=mask.device) - shift) % length  # (B, P)
-        features, mask = features.gather(1, index[..., None].expand_as(features)), mask.gather(1, index)
-    return features, mask
-
-
-def class_ids(labels: int | Sequence[int] | Tensor, num_classes: int, codebook_size: int) -> Tensor:
-    """Turn class labels into prefix ids, `(B, 1)` int64.
+        name: Name of the argument, for the error.
+        value: Text or number, a list of them, or None.
+        prompts: Number of prompts.
+        each: Images of a prompt.
 
     Raises:
-        ValueError: A label is no whole number in `[0, num_classes)`, or there is none.
+        ValueError: Another number of values than prompts.
     """
-    values = labels.tolist() if isinstance(labels, Tensor) else labels
-    values = [values] if isinstance(values, int) else list(values)
-    wrong = [v for v in values if not isinstance(v, int) or isinstance(v, bool) or not 0 <= v < num_classes]
-    if wrong or not values:
-        raise ValueError(
-            f"`class_labels` must be whole numbers in [0, {num_classes}), got {wrong[0]!r}."
-            if wrong
-            else "`class_labels` is empty. Pass at least one label."
-        )
-    return codebook_size + torch.tensor(values)[:, None]
+    if value is None:
+        return None
+    values = [value] * prompts if isinstance(value, str | int) else list(value)
+    if len(values) != prompts:
+        raise ValueError(f"`{name}` has {len(values)} values for {prompts} prompts. Pass one, or one a prompt.")
+    return [one for one in values for _ in range(each)]

@@ -33,13 +33,28 @@ def execution_device(module: nn.Module) -> torch.device:
     return torch.device("cpu") if first is None or first.is_meta else first.device
 
 
+def input_device(target: Any) -> torch.device:
+    """Give the device of a target's embedding, where its prompts belong."""
+    return _moved_to(target) or execution_device(target.get_input_embeddings())
+
+
 def last_layer_device(target: Any) -> torch.device:
     """Give the device of a target's last decoder layer, where its draft head belongs."""
-    for hook in _hooks(target):
-        if isinstance(hook, CpuOffload):  # the whole model moves there when it runs
-            return torch.device(hook.execution_device)
     layers = getattr(target.get_decoder(), "layers", None)
-    return execution_device(target if layers is None else layers[-1])
+    return _moved_to(target) or execution_device(target if layers is None else layers[-1])
+
+
+def is_moved_as_a_whole(model: Any) -> bool:
+    """Whether a hook moves a model to its device when it is called, and away again when another is."""
+    return _moved_to(model) is not None
+
+
+def _moved_to(model: Any) -> torch.device | None:
+    """Where a hook moves a model as a whole, None where there is no such hook."""
+    for hook in _hooks(model):
+        if isinstance(hook, CpuOffload):
+            return torch.device(hook.execution_device)
+    return None
 
 
 def read_weight(module: nn.Module) -> Tensor:

@@ -12,13 +12,9 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-import torch
-from torch import Tensor
 from transformers import GenerationMixin, PreTrainedModel
 
-from lantern_hf._checkpointing import check_checkpointing
-from lantern_hf._placement import wake
-from lantern_hf.cache import RaggedCache, check_cache, new_dynamic_cache
+from lantern_hf._wrappers import unwrap
 from lantern_hf.candidates import CandidateTree
 from lantern_hf.config import LanternConfig
 from lantern_hf.draft import LanternDraftModel
@@ -26,10 +22,9 @@ from lantern_hf.neighbors import NeighborTable
 from lantern_hf.resolve import check_relaxation, load_head
 from lantern_hf.strategy import lantern_generate
 from lantern_hf.targets import TargetAdapter, adapter_class, adapter_for
-from lantern_hf.targets.attention import attention_argument, tree_attention
-from lantern_hf.tree import DraftTree
+from lantern_hf.tree_support import check_tree_support
 
-__all__ = ["attach", "check_tree_support", "detach"]
+__all__ = ["attach", "detach"]
 
 _STATE = "_lantern"
 
@@ -127,11 +122,32 @@ class LanternMixin:
             "on_round": on_round,
             "target_options": options,
         }
-        family = adapter_class(self, (options or {}).get("family"))  # type: ignore[arg-type]
-        arguments = family.generate_arguments(self, args, kwargs)
-        if arguments is None:
-            return stock.generate(*args, **kwargs)
-        return GenerationMixin.generate(self, **arguments)
+        return run_generate(self, args, kwargs)
+
+
+def run_generate(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a target's `generate` with a decoding loop, in the way that its family needs, attached or not.
+
+    Args:
+        model: The target.
+        args: Positional arguments of the model's own `generate`.
+        kwargs: Its keyword arguments, `custom_generate` and what that takes among them.
+
+    Returns:
+        What the loop returns.
+    """
+    options = kwargs.get("target_options") or {}
+    arguments = adapter_class(model, options.get("family")).generate_arguments(model, args, kwargs)
+    if arguments is not None:
+        return GenerationMixin.generate(model, **arguments)
+    # An attached model's `generate` would look for a head of its own.
+    kind: Any = type(model).__mro__[2] if isinstance(model, LanternMixin) else type(model)
+    return kind.generate(model, *args, **kwargs)
+
+
+def attachment(model: Any) -> _Attachment | None:
+    """Give what a model is attached with, None for one that is not."""
+    return unwrap(model).__dict__.get(_STATE)
 
 
 @cache
@@ -188,7 +204,7 @@ def attach(
         ValueError: The model cannot score a tree, the head does not fit, `generate` was replaced on the instance, or
             `default_on` has no head.
     """
-    given, model = model, _unwrap(model)
+    given, model = model, unwrap(model)
     if "generate" in model.__dict__:
         raise ValueError(
             f"`generate` of this {type(model).__name__} was replaced on the instance by another library, which would "
@@ -211,26 +227,6 @@ def attach(
     return given
 
 
-def _unwrap(model: Any) -> PreTrainedModel:
-    """The transformers model inside a wrapper: PEFT's, torch.compile's, or one for several processes."""
-    while not isinstance(model, PreTrainedModel):
-        config = getattr(model, "active_peft_config", None)
-        if getattr(config, "is_prompt_learning", False):
-            raise ValueError(
-                f"{type(config).__name__} puts learned tokens before the prompt inside PEFT's own `generate`, where "
-                "the draft head cannot read them. Use an adapter of the weights, such as LoRA."
-            )
-        parts = model._modules if isinstance(model, torch.nn.Module) else {}
-        inner = model.get_base_model() if config is not None else parts.get("_orig_mod", parts.get("module"))
-        if inner is None:
-            raise TypeError(
-                f"`model` must be a transformers model, got {type(model).__name__}. Pass the one whose `generate` you "
-                "call."
-            )
-        model = inner
-    return model
-
-
 def _check_fit(
     adapter: TargetAdapter, assistant: Any, lantern_config: LanternConfig | Mapping[str, Any] | None, neighbors: Any
 ) -> None:
@@ -245,70 +241,8 @@ def _check_fit(
 
 def detach(model: PreTrainedModel) -> PreTrainedModel:
     """Give a model its own `generate` back; a model that is not attached is returned as it is."""
-    inner = _unwrap(model)
+    inner = unwrap(model)
     if isinstance(inner, LanternMixin):
         inner.__class__ = type(inner).__mro__[2]
         inner.__dict__.pop(_STATE, None)
     return model
-
-
-@torch.no_grad()
-def check_tree_support(model: PreTrainedModel, tolerance: float | None = None) -> None:
-    """Compare a tree pass with plain passes on six tokens, since a model that misreads a tree mask says nothing.
-
-    Args:
-        model: The model.
-        tolerance: Largest difference of the last hidden states, relative to their size; by default 1e-3 in float32 and
-            0.1 in half precision or quantised, where passes over more or fewer tokens round differently.
-
-    Raises:
-        ValueError: No family serves the model, its layers drop the cache, or its tree pass differs.
-    """
-    model = _unwrap(model)
-    wake(model)
-    adapter = adapter_for(model)
-    check_checkpointing(model)
-    device = adapter.device
-    top = min(adapter.vocab_size, getattr(model.config, "codebook_size", adapter.vocab_size))
-    tokens = (torch.arange(6, device=device) * 5 + 3)[None] % top
-    prefix, root, siblings = tokens[:, :3], tokens[:, 3:4], tokens[:, 4:]
-    with tree_attention(model) as attention:
-        tree = _probe(adapter, prefix, torch.cat([root, siblings], 1), DraftTree.from_choices([(0,), (1,)]), attention)
-        chain = DraftTree.from_choices([(0,)])
-        plain = [
-            _probe(adapter, prefix, torch.cat([root, siblings[:, i : i + 1]], 1), chain, attention) for i in range(2)
-        ]
-    expected = torch.stack([plain[0][:, 1], plain[1][:, 1]], dim=1)
-    difference = ((tree[:, 1:] - expected).abs().max() / expected.abs().max().clamp_min(1e-6)).item()
-    if tolerance is None:
-        exact = model.dtype in (torch.float32, torch.float64) and not _is_quantized(model)
-        tolerance = 1e-3 if exact else 0.1
-    if not difference <= tolerance:
-        raise ValueError(
-            f"{type(model).__name__} does not score a tree as it scores sequences: hidden states differ by "
-            f"{difference:.2g} of their size, allowed is {tolerance:.2g}. Its attention ({attention}) ignores the tree "
-            "mask or the positions; try model.set_attn_implementation('sdpa')."
-        )
-
-
-def _is_quantized(model: PreTrainedModel) -> bool:
-    """Whether transformers, torchao or torch.ao has quantised the model."""
-    if getattr(model, "hf_quantizer", None) is not None:
-        return True
-    layers = (type(module).__module__ for module in model.modules())
-    return any(name.startswith("torch.ao.nn") for name in layers) or any(
-        type(parameter.data) is not Tensor for parameter in model.parameters()
-    )
-
-
-def _probe(adapter: Any, prefix: Tensor, nodes: Tensor, tree: DraftTree, attention: str) -> Tensor:
-    """Hidden states of a small tree behind a prefix, `(1, N, H)` float32."""
-    cache = new_dynamic_cache(adapter.text_config)
-    positions = torch.arange(prefix.shape[1], device=prefix.device)[None]
-    adapter.tree_pass(prefix, positions, None, cache)
-    check_cache(cache)
-    ragged = RaggedCache(cache, 1, prefix.device, width=prefix.shape[1])
-    tree = tree.to(prefix.device)
-    mask = attention_argument(ragged.tree_mask(tree.mask), attention, adapter.model.dtype)
-    hidden, _ = adapter.tree_pass(nodes, prefix.shape[1] + tree.depths[None], mask, cache)
-    return hidden.float()

@@ -56,9 +56,8 @@ def image_prompts(
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
     if not all(isinstance(text, str) for text in texts):
         raise TypeError(f"`prompts` must be a text or a list of texts, got {prompts!r}.")
-    if not texts or not all(text.strip() for text in texts):
-        raise ValueError(f"`prompts` must hold text, got {prompts!r}. Pass at least one non-empty text.")
     adapter = adapter_for(model, **(target_options or {}))
+    adapter.check_prompts(processor, texts)
     guided = guidance_scale is not None and guidance_scale != 1
     inputs = adapter.encode(processor, texts, guided=guided, height=height, width=width)
     if guided:

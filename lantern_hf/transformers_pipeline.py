@@ -15,9 +15,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.pipelines.base import Pipeline
 
-from lantern_hf._pipeline_arguments import Parts, Wish, family_defaults, image_arguments
+from lantern_hf._pipeline_arguments import Parts, Wish, family_defaults, image_arguments, write_family
 from lantern_hf._pipeline_checks import check_generator, check_output
 from lantern_hf._pipeline_prompts import prompt_list
+from lantern_hf._placement import read_weight
 from lantern_hf.attach import LanternMixin, attach
 from lantern_hf.candidates import CandidateTree, RootOnly
 from lantern_hf.config import LanternConfig
@@ -25,6 +26,7 @@ from lantern_hf.draft import LanternDraftModel
 from lantern_hf.images import decode_images
 from lantern_hf.neighbor_cache import cached_neighbors
 from lantern_hf.neighbors import NeighborTable
+from lantern_hf.targets import adapter_class, adapter_for
 
 __all__ = ["LanternTextToImagePipeline"]
 
@@ -77,7 +79,11 @@ class LanternTextToImagePipeline(Pipeline):
         if not isinstance(model, LanternMixin):
             attach(model, assistant, lantern_config, neighbors=neighbors, target_options=target_options)
         self._assistant, self._lantern_config, self._neighbors = assistant, lantern_config, neighbors
-        self._options = dict(target_options or model.__dict__["_lantern"].target_options or {})
+        options = dict(target_options or model.__dict__["_lantern"].target_options or {})
+        # For good: saving a model writes its class over what told its family.
+        self._options = {"family": adapter_class(model, options.get("family")).family} | options
+        if text_encoder is not None:
+            text_encoder = text_encoder.to(self.device)
         self._parts = Parts(self.processor, self.tokenizer, text_encoder, vq_model)
 
     def __call__(  # type: ignore[override]
@@ -187,6 +193,7 @@ class LanternTextToImagePipeline(Pipeline):
         guidance_scale: float | None = None,
     ) -> dict[str, Any]:
         """Turn prompts into arguments of `generate`."""
+        adapter_for(self.model, **self._options).check_decoder(self._parts.vq_model)
         scale = self._guidance(guidance_scale)
         negative = [negative_prompt] * len(prompts) if isinstance(negative_prompt, str) else negative_prompt
         wish = Wish(prompts, negative, scale, height, width)
@@ -262,7 +269,7 @@ class LanternTextToImagePipeline(Pipeline):
             return given
         if isinstance(head, RootOnly) or config is None or (config := LanternConfig.resolve(config)).is_strict:
             return None
-        return cached_neighbors(vq_model.quantize.embedding.weight.detach().float(), config.neighborhood_size)
+        return cached_neighbors(read_weight(vq_model.quantize.embedding).float(), config.neighborhood_size)
 
     def postprocess(self, outputs: dict[str, Any], num_images_per_prompt: int = 1) -> list[Any]:  # type: ignore[override]
         """Turn tokens into images: one a prompt, or a list a prompt."""
@@ -281,5 +288,6 @@ class LanternTextToImagePipeline(Pipeline):
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
         """Save model and processor, as `pipeline(..., model=save_directory)` reads them; a head is saved by itself."""
         super().save_pretrained(save_directory, **kwargs)
+        write_family(save_directory, self._options["family"])
         if self.processor is not None:
             self.processor.save_pretrained(save_directory)

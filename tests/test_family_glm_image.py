@@ -21,7 +21,7 @@ from tiny_families import (
 )
 from torch import Tensor
 
-from lantern_hf import TREES, LanternConfig, attach, lantern_generate
+from lantern_hf import TREES, LanternConfig, NeighborTable, attach, lantern_generate
 from lantern_hf.cache import RaggedCache, new_dynamic_cache
 from lantern_hf.targets import adapter_for
 from lantern_hf.targets.attention import attention_argument
@@ -262,8 +262,13 @@ def test_without_grids_it_is_a_text_model() -> None:
 def test_codebook_and_head() -> None:
     model = tiny_glm_image()
     adapter = adapter_for(model)
-    assert adapter.codebook().shape == (NUM_CODES, 4)
-    assert torch.allclose(adapter.codebook().norm(dim=1), torch.ones(NUM_CODES))
+    raw = adapter.codebook()
+    assert torch.equal(raw, model.model.vqmodel.quantize.embedding.weight)
+    # the tokenizer takes the code at the smallest angle, whatever its length
+    longer = torch.arange(1, NUM_CODES + 1)[:, None] * raw
+    assert model.model.vqmodel.quantize(longer.T[None, :, :, None])[2].tolist() == list(range(NUM_CODES))
+    by_angle = NeighborTable.from_codebook(longer, 5, adapter.codebook_metric)
+    assert torch.equal(by_angle.indices, NeighborTable.from_codebook(torch.nn.functional.normalize(raw), 5).indices)
     assert (adapter.codebook_size, adapter.num_codes, adapter.num_columns) == (NUM_CODES, NUM_CODES, GLM_OUTPUTS)
     assert tiny_head(model).config.codebook_size == NUM_CODES
 

@@ -226,10 +226,12 @@ def test_codebook_is_that_of_the_decoder() -> None:
     model = tiny_janus()
     adapter = adapter_for(model)
     looked_up = model.model.vqmodel.quantize.get_codebook_entry(torch.arange(TOKENS)[None])
-    assert torch.allclose(adapter.codebook()[:TOKENS], looked_up.flatten(2)[0].T)
-    assert adapter.codebook().shape == (NUM_CODES, 4)
+    raw = adapter.codebook()
+    assert torch.equal(raw, model.model.vqmodel.quantize.embedding.weight)
+    assert torch.allclose(torch.nn.functional.normalize(raw)[:TOKENS], looked_up.flatten(2)[0].T)
+    by_angle = NeighborTable.from_codebook(raw, 5, adapter.codebook_metric)
+    assert torch.equal(by_angle.indices, NeighborTable.from_codebook(torch.nn.functional.normalize(raw), 5).indices)
     assert (adapter.codebook_size, adapter.num_codes) == (NUM_CODES, 0)  # text unless told otherwise
     head = tiny_head(model)
     assert head.config.codebook_size == NUM_CODES
-    neighbors = NeighborTable.from_codebook(adapter.codebook().detach(), 5)
-    attach(model, head, LanternConfig("chain_5", 5), neighbors=neighbors)
+    attach(model, head, LanternConfig("chain_5", 5), neighbors=by_angle)

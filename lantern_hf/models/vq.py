@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from diffusers.models.autoencoders.vq_model import VQModel
 from torch import Tensor
 
+from lantern_hf._placement import execution_device
+
 # Training leftovers in published files: usage counter (LlamaGen), discriminator and perceptual loss (taming).
 IGNORED_KEYS = re.compile(r"quantize\.codebook_used$|loss\.")
 
@@ -142,7 +144,7 @@ def decode_codes(vq: VQModel, codes: Tensor) -> Tensor:
             f"`codes` must be in [0, {size}), got values from {int(codes.min())} to {int(codes.max())}. "
             "Token ids are not codes: map them through the target's adapter first."
         )
-    indices = codes.to(device=vq.device, dtype=torch.long)
+    indices = codes.to(device=execution_device(vq), dtype=torch.long)
     shape = (*codes.shape, vq.quantize.vq_embed_dim)
     return vq.decode(indices.flatten(), force_not_quantize=True, shape=shape).sample
 

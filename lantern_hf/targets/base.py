@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.cache_utils import Cache
 
-from lantern_hf._placement import execution_device
+from lantern_hf._placement import input_device
 from lantern_hf.cache import CACHE_KEYWORD
+from lantern_hf.targets.image_side import ImageSide
 
 
 @dataclass
@@ -34,7 +35,7 @@ class Prefill:
     all_layers: tuple[Tensor, ...] | None = None
 
 
-class TargetAdapter:
+class TargetAdapter(ImageSide):
     """Adapter of a Llama-like target. A family overrides what differs.
 
     An adapter is made for one `generate` call and may cache what the prompt decides; it keeps nothing on the model.
@@ -94,8 +95,8 @@ class TargetAdapter:
 
     @property
     def device(self) -> torch.device:
-        """Where the embedding runs, also when accelerate keeps its weight elsewhere between calls."""
-        return execution_device(self.model.get_input_embeddings())
+        """Where the embedding runs, also when accelerate or diffusers keeps its weight elsewhere between calls."""
+        return input_device(self.model)
 
     @property
     def text_config(self) -> Any:
@@ -108,7 +109,10 @@ class TargetAdapter:
         return self.text_config.vocab_size
 
     def codebook(self) -> Tensor | None:
-        """Latents of the image codes, `(K, d)`, as the model stores them; None when it holds none."""
+        """Latents of the image codes, `(K, d)`, as the model stores them; None when it holds none.
+
+        Read the weight with `_placement.read_weight`: under accelerate's offload it is on no device between calls.
+        """
         return None
 
     def unconditional(self, input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -178,63 +182,6 @@ class TargetAdapter:
     def allowed(self, offset: Tensor) -> Tensor | None:
         """Columns that may come at an offset `(B, ...)`, as a bool that broadcasts to `(B, ..., C)`; None is all."""
         return None
-
-    def encode(
-        self,
-        processor: Any,
-        prompts: Sequence[str],
-        *,
-        guided: bool = False,
-        height: int | Sequence[int] | None = None,
-        width: int | Sequence[int] | None = None,
-    ) -> dict[str, Any]:
-        """Turn texts into arguments of `generate` that ask for one image each; see `lantern_hf.image_prompts`.
-
-        Args:
-            processor: The model's processor or tokenizer.
-            prompts: One text an image.
-            guided: Whether to add the unconditional prompts that guidance needs.
-            height: Height in pixels, for families of several sizes.
-            width: Width in pixels.
-
-        Returns:
-            `input_ids`, `attention_mask`, `max_new_tokens` and whatever else the family needs, tensors on the CPU.
-
-        Raises:
-            ValueError: The family makes no images from text alone, or none of this size.
-        """
-        raise ValueError(
-            f"{type(self).__name__} makes no images from text alone. Encode the prompt with the tokenizer."
-        )
-
-    def image_codes(self, token_ids: Tensor) -> list[list[Tensor]]:
-        """Find the complete images in generated tokens.
-
-        Args:
-            token_ids: What `generate` added to the prompts, `(B, T)` int64; rows may end early.
-
-        Returns:
-            For each row its images, each `(h, w)` int64 codes.
-
-        Raises:
-            ValueError: The family generates no images, or does not know their height and width.
-        """
-        raise ValueError(f"{type(self).__name__} knows no images. Decode the tokens with the tokenizer.")
-
-    def pixels(self, codes: Tensor, vq_model: Any = None) -> Tensor:
-        """Decode images.
-
-        Args:
-            codes: `(B, h, w)` int64.
-            vq_model: Decoder, for families whose model has none.
-
-        Returns:
-            `(B, 3, H, W)` floating point, nominally in [-1, 1], not clamped.
-
-        Raises:
-            ValueError: A decoder is needed and missing.
-        """
-        raise ValueError(f"{type(self).__name__} decodes no images. Decode the tokens with the tokenizer.")
 
     def prefill(self, input_ids: Tensor, cache: Cache, *, all_layers: bool = False, **model_kwargs: Any) -> Prefill:
         """Read the prompt into an empty cache.

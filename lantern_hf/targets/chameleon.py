@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -19,6 +20,7 @@ from transformers import PreTrainedModel
 
 from lantern_hf._placement import read_weight
 from lantern_hf.targets.base import TargetAdapter, left_padded, to_module
+from lantern_hf.targets.image_side import Grid, check_vq_model
 
 TEXT = -1
 """Offset of whatever is in no image."""
@@ -41,6 +43,7 @@ class ChameleonAdapter(TargetAdapter):
     family = "chameleon"
     model_types = ("chameleon",)
     has_codebook = True
+    defaults = MappingProxyType({"guidance_scale": 3.0, "top_k": 2000})
     SPECIAL_TOKENS: ClassVar[dict[str, str]] = {
         "begin_image": "<racm3:break>",
         "end_image": "<eoss>",
@@ -164,7 +167,7 @@ class ChameleonAdapter(TargetAdapter):
     # ---------------------------------------------------------------------------------------------------------
 
     @property
-    def grid(self) -> tuple[int, int]:
+    def grid(self) -> Grid:
         """Height and width of an image in tokens, as the model's VQ encoder has it: 32 x 32 for Anole."""
         side = self.model.config.vq_config.resolution // self.pixels_per_token
         return side, side
@@ -323,18 +326,18 @@ class ChameleonAdapter(TargetAdapter):
         """Complete images among generated tokens, as codes; see `segments`."""
         return [[part for part in row if part.ndim == 2] for row in self.segments(token_ids)]
 
+    def check_decoder(self, vq_model: Any = None) -> None:
+        """Refuse a missing VQ model, or one of other codes: transformers has Chameleon's encoder only."""
+        check_vq_model(
+            vq_model,
+            self.codebook_size,
+            "`vq_model` is needed: transformers' Chameleon holds no VQ decoder. Convert Meta's `vqgan.ckpt` with "
+            "lantern_hf.models.vq.chameleon_vq(torch.load('vqgan.ckpt')) and pass the model.",
+        )
+
     def pixels(self, codes: Tensor, vq_model: Any = None) -> Tensor:
-        """Decode images `(B, h, w)` with Chameleon's VQ as a `diffusers.VQModel`: transformers has its encoder only."""
+        """Decode images `(B, h, w)` with Chameleon's VQ as a `diffusers.VQModel`; raises as `check_decoder`."""
         from lantern_hf.models.vq import decode_codes  # diffusers takes long to import
 
-        if vq_model is None:
-            raise ValueError(
-                "`vq_model` is needed: transformers' Chameleon holds no VQ decoder. Convert Meta's `vqgan.ckpt` with "
-                "lantern_hf.models.vq.chameleon_vq(torch.load('vqgan.ckpt')) and pass the model."
-            )
-        if vq_model.config.num_vq_embeddings != self.codebook_size:
-            raise ValueError(
-                f"`vq_model` has {vq_model.config.num_vq_embeddings} codes, the target {self.codebook_size}. Pass the "
-                "VQ model that this target was trained with."
-            )
-        return decode_codes(vq_model, codes.to(vq_model.device))
+        self.check_decoder(vq_model)
+        return decode_codes(vq_model, codes)

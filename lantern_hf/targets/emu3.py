@@ -11,6 +11,7 @@ is called with each node's own prefix.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 
+from lantern_hf._placement import read_weight
 from lantern_hf.targets.base import TargetAdapter, left_padded, to_module
 from lantern_hf.targets.emu3_layout import (
     END_IMAGE,
@@ -30,6 +32,7 @@ from lantern_hf.targets.emu3_layout import (
     recognise,
     sizes_in_prompts,
 )
+from lantern_hf.targets.image_side import Grid
 
 __all__ = ["Emu3Adapter"]
 
@@ -40,6 +43,7 @@ class Emu3Adapter(TargetAdapter):
     family = "emu3"
     model_types = ("emu3",)
     has_codebook = True
+    defaults = MappingProxyType({"guidance_scale": 3.0, "top_k": 2048})
 
     def __init__(self, model: PreTrainedModel, input_ids: Tensor | None = None):
         super().__init__(model, input_ids)
@@ -64,7 +68,7 @@ class Emu3Adapter(TargetAdapter):
 
     def codebook(self) -> Tensor | None:
         """Latents of the codes, `(K, 4)`, straight from the model's own VQ model."""
-        return self.model.model.vqmodel.quantize.embedding.weight
+        return read_weight(self.model.model.vqmodel.quantize.embedding)
 
     def _asks_for_image(self, input_ids: Tensor | None) -> bool:
         """Whether the prompts end inside an image; rows must agree."""
@@ -189,28 +193,35 @@ class Emu3Adapter(TargetAdapter):
             inputs["negative_prompt_attention_mask"] = other["attention_mask"]
         return inputs
 
-    def image_codes(self, token_ids: Tensor) -> list[list[Tensor]]:
-        """Read the image of each generated row, `(h, w)` codes; a row that stopped early or has other ends has none.
+    def image_sizes(self, input_ids: Tensor) -> list[Grid]:
+        """Size of each prompt's image, by the call's `Emu3ImageLayout` or the prompt's own words.
 
         Raises:
             ValueError: The prompts ask for no image, or do not say of what size.
         """
-        prompts = self._prompts
-        sizes: Sequence[tuple[int, int]] | None = None if self._layout is None else self._layout.sizes
-        if prompts is None:
+        if self._prompts is None:
             raise ValueError("These prompts ask for text, not for an image. Decode the tokens with the tokenizer.")
-        sizes = sizes or sizes_in_prompts(self._vocabulary, prompts)
+        sizes = sizes_in_prompts(self._vocabulary, input_ids) if self._layout is None else self._layout.sizes
         if sizes is None:
             raise ValueError(
                 "The prompts do not say how large their images are. Pass prefix_allowed_tokens_fn=Emu3ImageLayout, or "
                 "make them with processor(text=..., return_for_image_generation=True)."
             )
-        begun = self.start(prompts).tolist()
+        return [sizes[row * len(sizes) // len(input_ids)] for row in range(len(input_ids))]
+
+    def image_codes(self, token_ids: Tensor) -> list[list[Tensor]]:
+        """Read the image of each generated row, `(h, w)` codes; a row that stopped early or has other ends has none.
+
+        Raises:
+            ValueError: As `image_sizes`.
+        """
+        prompts = token_ids if self._prompts is None else self._prompts
+        sizes, begun = self.image_sizes(prompts), self.start(prompts).tolist()
         images = []
         for row, tokens in enumerate(token_ids):
-            prompt, size = (row * count // len(token_ids) for count in (len(prompts), len(sizes)))
+            prompt = row * len(prompts) // len(token_ids)
             head = prompts[prompt, prompts.shape[1] - begun[prompt] :].to(tokens.device)
-            codes = self._grid(torch.cat([head, tokens]), *sizes[size])
+            codes = self._grid(torch.cat([head, tokens]), *sizes[prompt])
             images.append([] if codes is None else [codes])
         return images
 
@@ -241,4 +252,4 @@ class Emu3Adapter(TargetAdapter):
         """
         vq = self.model.model.vqmodel
         with torch.no_grad():
-            return vq.decode(codes.to(vq.quantize.embedding.weight.device))
+            return vq.decode(to_module(vq.quantize.embedding, codes))

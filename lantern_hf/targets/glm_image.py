@@ -12,16 +12,20 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from lantern_hf._host import on_device
+from lantern_hf._placement import read_weight
 from lantern_hf.cache import CACHE_KEYWORD
 from lantern_hf.targets.base import Prefill, TargetAdapter, to_module
+from lantern_hf.targets.image_side import Grid
 
-Grid = tuple[int, int]
-"""Height and width of a grid, in tokens."""
+_NO_PIXELS = (
+    "GLM-Image's codes are drawn by a diffusion model. Attach the prior of a diffusers GlmImagePipeline, "
+    "lantern_hf.attach(pipe.vision_language_encoder, head, default_on=True), and call that pipeline. For the codes "
+    "alone pass output_type='latent' to LanternPipeline."
+)
 
 
 class GlmImageAdapter(TargetAdapter):
@@ -35,6 +39,8 @@ class GlmImageAdapter(TargetAdapter):
     family = "glm_image"
     model_types = ("glm_image",)
     has_codebook = True
+    codebook_metric = "cosine"
+    takes_negative = False
 
     def __init__(self, model: PreTrainedModel, input_ids: Tensor | None = None):
         super().__init__(model, input_ids)
@@ -59,8 +65,8 @@ class GlmImageAdapter(TargetAdapter):
         return self.vocab_size
 
     def codebook(self) -> Tensor:
-        """Latents of the codes, `(K, d)`, of length 1 each, as the tokenizer compares them."""
-        return F.normalize(self.model.model.vqmodel.quantize.embedding.weight, dim=-1)
+        """Latents of the codes, `(K, d)`; the tokenizer compares them at length 1, hence the metric."""
+        return read_weight(self.model.model.vqmodel.quantize.embedding)
 
     @classmethod
     def generate_arguments(cls, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
@@ -133,27 +139,48 @@ class GlmImageAdapter(TargetAdapter):
         grids = inputs["image_grid_thw"][: int(inputs["images_per_sample"][0])]
         return dict(inputs) | {"max_new_tokens": int(grids.prod(1).sum()) + 1}
 
+    def image_sizes(self, input_ids: Tensor) -> list[Grid]:
+        """Size of the large grid of each row, which is generated last.
+
+        Raises:
+            ValueError: The call's `image_grid_thw` is not known.
+        """
+        return [grids[-1] for grids in self._known_grids()]
+
     def image_codes(self, token_ids: Tensor) -> list[list[Tensor]]:
         """The large grid of each row that has all its codes, `(h, w)` int64."""
+        found: list[list[Tensor]] = []
+        for row, (tokens, grids) in enumerate(zip(token_ids, self._known_grids(), strict=True)):
+            codes, (height, width) = self.codes_so_far(tokens, row), grids[-1]
+            found.append([codes.view(height, width)] if len(codes) == height * width else [])
+        return found
+
+    def codes_so_far(self, token_ids: Tensor, row: int) -> Tensor:
+        """Codes of the large grid, `(n,)` int64; the small ones come first."""
+        *before, (height, width) = self._known_grids()[row]
+        first = sum(h * w for h, w in before)
+        return token_ids[first : first + height * width]
+
+    def _known_grids(self) -> list[list[Grid]]:
+        """Grids that each row is to fill."""
         if self._grids is None:
             raise ValueError(
                 "The size of the grids is not known here; it is in `image_grid_thw` of the call. For pictures attach "
                 "the prior of a diffusers GlmImagePipeline with default_on=True, and call the pipeline."
             )
-        found: list[list[Tensor]] = []
-        for row, grids in zip(token_ids, self._grids, strict=True):
-            *before, (height, width) = grids
-            first = sum(h * w for h, w in before)
-            codes = row[first : first + height * width]
-            found.append([codes.view(height, width)] if len(codes) == height * width else [])
-        return found
+        return self._grids
+
+    def check_decoder(self, vq_model: Any = None) -> None:
+        """Refused: a diffusion model draws the pixels.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(_NO_PIXELS)
 
     def pixels(self, codes: Tensor, vq_model: Any = None) -> Tensor:
-        """Refused: a diffusion model draws the pixels."""
-        raise ValueError(
-            "GLM-Image's codes are drawn by a diffusion model. Attach the prior of a diffusers pipeline, "
-            "lantern_hf.attach(pipe.vision_language_encoder, head, default_on=True), and call the pipeline."
-        )
+        """Refused, as `check_decoder`."""
+        raise ValueError(_NO_PIXELS)
 
     # ---- passes
     # ------------------------------------------------------------------------------------------------------------

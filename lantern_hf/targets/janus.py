@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria
 from transformers.utils import logging
 
+from lantern_hf._placement import read_weight
 from lantern_hf.cache import CACHE_KEYWORD
 from lantern_hf.targets.base import TargetAdapter, to_module
+from lantern_hf.targets.image_side import Grid
 
 logger = logging.get_logger(__name__)
 
@@ -43,7 +45,9 @@ class JanusAdapter(TargetAdapter):
     family = "janus"
     model_types = ("janus",)
     has_codebook = True
+    codebook_metric = "cosine"
     returns_prompt = False
+    defaults = MappingProxyType({"guidance_scale": DEFAULT_GUIDANCE})
 
     def __init__(self, model: PreTrainedModel, input_ids: Tensor | None = None, *, generation_mode: str | None = None):
         super().__init__(model, input_ids)
@@ -82,8 +86,8 @@ class JanusAdapter(TargetAdapter):
         return self.model.config.vq_config.num_embeddings
 
     def codebook(self) -> Tensor:
-        """Latents of the codes, `(K, d)`, of length 1 each, as the decoder looks them up."""
-        return F.normalize(self.model.model.vqmodel.quantize.embedding.weight, dim=-1)
+        """Latents of the codes, `(K, d)`; the decoder normalises what it looks up, hence the metric."""
+        return read_weight(self.model.model.vqmodel.quantize.embedding)
 
     @classmethod
     def generate_arguments(cls, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -175,11 +179,11 @@ class JanusAdapter(TargetAdapter):
         """Codes of an image."""
         return self.model.config.vision_config.num_image_tokens
 
-    def image_codes(self, token_ids: Tensor) -> list[list[Tensor]]:
-        """The one image of each row that has all its codes, `(h, w)` int64."""
+    @property
+    def grid(self) -> Grid:
+        """The one size of the model's images: 24 x 24 as published."""
         side = self.model.config.vq_config.num_patches
-        whole = token_ids.shape[1] >= side * side
-        return [[row[: side * side].view(side, side)] if whole else [] for row in token_ids]
+        return side, side
 
     def pixels(self, codes: Tensor, vq_model: Any = None) -> Tensor:
         """Decode `(B, h, w)` codes with the model's own decoder: `(B, 3, H, W)`, nominally in [-1, 1]."""

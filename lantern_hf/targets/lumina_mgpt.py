@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from lantern_hf.targets.base import left_padded
 from lantern_hf.targets.chameleon import TEXT, ChameleonAdapter
+from lantern_hf.targets.image_side import Grid
 
 MAX_GRID = 64
 """Longest side in squares of two by two codes; the published models go up to 4:1 at 1024 x 1024 pixels."""
@@ -234,6 +235,25 @@ class LuminaAdapter(ChameleonAdapter):
         if guided:
             inputs["negative_prompt_ids"] = torch.tensor(tails)
         return inputs
+
+    def image_sizes(self, input_ids: Tensor) -> list[Grid]:
+        """Size of each image: as its prompt's size tokens say, or as the call asks for.
+
+        Raises:
+            ValueError: Neither says it, so that the model chooses.
+        """
+        sizes = []
+        for row, offset in enumerate(self.start(input_ids)):
+            count, *sides = (int(field) for field in unpack(offset))
+            if self._wanted is not None:
+                sides = self._wanted[:, row].tolist()
+            elif not self.structured or offset < 0 or count < _SIZES:
+                raise ValueError(
+                    f"Prompt {row} does not say how large its image is. End it with size tokens, as image_prompts "
+                    "does, or pass target_options={'height': ..., 'width': ...}."
+                )
+            sizes.append((2 * sides[0], 2 * sides[1]))
+        return sizes
 
     def _read_image(self, tokens: list[int], place: int) -> tuple[Tensor | None, int]:
         head = tokens[place : place + _SIZES]
