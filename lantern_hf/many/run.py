@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import PIL.Image
 import torch
@@ -19,7 +19,9 @@ from lantern_hf.many.folder import PictureFolder
 from lantern_hf.many.report import ManyReport
 from lantern_hf.many.requests import ImageRequest, Picture, pictures_of, read_requests
 from lantern_hf.many.settings import call_options, conditioning, differences, settings_of
-from lantern_hf.pipeline import LanternPipeline
+
+if TYPE_CHECKING:  # importing diffusers takes seconds
+    from lantern_hf.pipeline import LanternPipeline
 
 __all__ = ["generate_many"]
 

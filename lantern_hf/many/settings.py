@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from lantern_hf._fingerprint import target_fingerprint, weights_fingerprint
 from lantern_hf.config import LanternConfig
-from lantern_hf.pipeline import LanternPipeline
+
+if TYPE_CHECKING:  # importing diffusers takes seconds
+    from lantern_hf.pipeline import LanternPipeline
 
 __all__ = ["call_options", "conditioning", "differences", "settings_of"]
 
