@@ -72,7 +72,8 @@ def image_arguments(model: Any, parts: Parts, wish: Wish, options: Mapping[str, 
         arguments = adapter.encode_classes(wish.labels, guided=scale != 1)
         arguments = {key: _on(adapter, value) for key, value in arguments.items()}
         return arguments | ({} if scale == 1 else {"guidance_scale": float(scale)})
-    reader, size = parts.reader, {"height": wish.height, "width": wish.width}
+    reader = parts.reader
+    size: dict[str, Any] = {"height": wish.height, "width": wish.width}
     adapter.check_prompts(reader, wish.prompts)
     if reader is None:
         raise ValueError(f"Prompts of {type(model).__name__} need its processor. Pass `processor` or `tokenizer`.")

@@ -32,8 +32,8 @@ class PipelineTargetMixin(DiffusionPipeline):
     """What `LanternPipeline` does with its target."""
 
     config: Any
-    transformer: PreTrainedModel
-    vq_model: VQModel | None
+    transformer: Any  # families add attributes that PreTrainedModel does not declare
+    vq_model: Any
     tokenizer: PreTrainedTokenizerBase | None
     text_encoder: PreTrainedModel | None
     draft_head: LanternDraftModel | None
@@ -97,8 +97,9 @@ class PipelineTargetMixin(DiffusionPipeline):
                 head.neighbors = state.neighbors
         if isinstance(processor, PreTrainedTokenizerBase):
             processor, tokenizer = None, processor
-        return cls(
-            model,  # type: ignore[arg-type]  # of the pipeline, whose first argument is the transformer
+        make: Any = cls  # whose constructor is that of `LanternPipeline`
+        return make(
+            model,
             vq_model=vq_model,
             tokenizer=tokenizer,
             text_encoder=text_encoder,

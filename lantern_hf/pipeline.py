@@ -250,7 +250,7 @@ class LanternPipeline(PipelineHubMixin):
     ) -> dict[str, Any]:
         """Settle how codes are drawn: as the user says, the pipeline, the target's generation config."""
         own = {"top_p": 1.0, "temperature": 1.0} | self._own_settings
-        settings = {
+        settings: dict[str, Any] = {
             "guidance_scale": self.config.guidance_scale if guidance_scale is None else guidance_scale,
             "top_k": self.config.top_k if top_k is None else top_k,
             "top_p": own["top_p"] if top_p is None else top_p,
@@ -276,11 +276,11 @@ class LanternPipeline(PipelineHubMixin):
             return Wish(None, one_an_image("negative_prompt", negative, count, each), 1.0, labels=classes)
         texts = [text for text in checked for _ in range(each)]
         # One size for all stays one number: there are families that take no other.
-        sides = [
+        height, width = (
             side if isinstance(side, int) else one_an_image(name, side, count, each)
             for name, side in zip(("height", "width"), size, strict=True)
-        ]
-        return Wish(texts, one_an_image("negative_prompt", negative, count, each), 1.0, *sides)
+        )
+        return Wish(texts, one_an_image("negative_prompt", negative, count, each), 1.0, height, width)
 
 
 def embedded_pipeline(**kwargs: Any) -> LanternPipeline:

@@ -81,7 +81,7 @@ class LanternTextToImagePipeline(Pipeline):
         self._assistant, self._lantern_config, self._neighbors = assistant, lantern_config, neighbors
         options = dict(target_options or model.__dict__["_lantern"].target_options or {})
         # For good: saving a model writes its class over what told its family.
-        self._options = {"family": adapter_class(model, options.get("family")).family} | options
+        self._options: dict[str, Any] = {"family": adapter_class(model, options.get("family")).family} | options
         if text_encoder is not None:
             text_encoder = text_encoder.to(self.device)
         self._parts = Parts(self.processor, self.tokenizer, text_encoder, vq_model)
