@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["check_free", "new_folder", "sync"]
+from lantern_hf._files import sync
+
+__all__ = ["check_free", "new_folder"]
 
 _being_written: set[Path] = set()
 
@@ -79,14 +81,3 @@ def _is_other_process(pid: int) -> bool:
     except OSError:  # it runs, and is someone else's
         return True
     return pid != os.getpid()  # containers hand out the same numbers again
-
-
-def sync(path: Path) -> None:
-    """Have the system write a file or a folder's names to the disk."""
-    if os.name == "nt" and path.is_dir():  # Windows opens no folders
-        return
-    descriptor = os.open(path, os.O_RDWR if path.is_file() else os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,6 +1,4 @@
-"""Files that are whole or not there: written beside under another name, synced, renamed. Knows bytes and shards, and
-nothing of what they hold.
-"""
+"""Shards and folders that are whole or not there. Knows bytes, and nothing of what they hold."""
 
 from __future__ import annotations
 
@@ -15,7 +13,9 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-__all__ = ["ShardStore", "digest_file", "remove_leftovers", "replace_folder", "sync", "write_whole", "writing"]
+from lantern_hf._files import sync, write_whole
+
+__all__ = ["ShardStore", "digest_file", "remove_leftovers", "replace_folder", "writing"]
 
 _MANIFEST, _SUM = "manifest.json", ".sha256"
 
@@ -36,34 +36,6 @@ def writing(what: str, hint: str) -> Iterator[None]:
     except (OSError, SafetensorError, RuntimeError) as error:
         reason = (getattr(error, "strerror", None) or str(error) or type(error).__name__).splitlines()[0]
         raise OSError(f"{what} could not be written: {reason}. {hint}") from error
-
-
-def sync(path: Path) -> None:
-    """Have the system write a file, or a folder's names, to the disk."""
-    if os.name == "nt" and path.is_dir():  # Windows opens no folders
-        return
-    descriptor = os.open(path, os.O_RDWR if path.is_file() else os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
-    """Write a file so that it is whole under its name, or not there (or the old one still).
-
-    Args:
-        path: The file; its folder exists.
-        write: Writes it, told the temporary name, which lies in the same folder.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        write(temporary)
-        sync(temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync(path.parent)
 
 
 def replace_folder(final: Path, write: Callable[[Path], Any]) -> None:
