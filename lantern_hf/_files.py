@@ -6,12 +6,13 @@ import hashlib
 import os
 import shutil
 import tempfile
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-__all__ = ["digest_file", "flush", "staged_files", "sync", "write_file", "write_whole"]
+__all__ = ["digest_file", "staged_files", "sync", "write_file", "write_whole"]
 
 _PREFIX = ".saving-"
 
@@ -34,7 +35,7 @@ def staged_files(folder: Path, last: str) -> Iterator[Path]:
         yield staging
         written = [file for file in staging.rglob("*") if file.is_file()]
         for file in written:
-            flush(file)
+            sync(file)
         for file in sorted(written, key=lambda file: (file.name == last, file)):
             place = folder / file.relative_to(staging)
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -43,16 +44,29 @@ def staged_files(folder: Path, last: str) -> Iterator[Path]:
         shutil.rmtree(staging, ignore_errors=True)
 
 
+def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
+    """Write a file so that it is whole under its name, or not there (or the old one still).
+
+    Processes and threads may write the same file at once; one of them wins.
+
+    Args:
+        path: The file; its folder exists.
+        write: Writes it, told the temporary name, `.<name>.<random>.tmp` in the same folder.
+    """
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        write(temporary)
+        sync(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync(path.parent)
+
+
 def write_file(path: Path, content: bytes) -> None:
     """Write a file, whole or not at all."""
     with staged_files(path.parent, path.name) as staging:
         (staging / path.name).write_bytes(content)
-
-
-def flush(path: Path) -> None:
-    """Wait until a file is on the disk."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
 
 
 def sync(path: Path) -> None:
@@ -64,25 +78,6 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
-    """Write a file so that it is whole under its name, or not there (or the old one still).
-
-    Unlike `write_file`, it touches nothing else in the folder, which other processes may be writing to.
-
-    Args:
-        path: The file; its folder exists.
-        write: Writes it, told the temporary name, which lies in the same folder.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        write(temporary)
-        sync(temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync(path.parent)
 
 
 def digest_file(path: Path) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
 __all__ = ["SAMPLES", "add_values", "target_fingerprint", "weights_fingerprint"]
@@ -36,9 +37,18 @@ def weights_fingerprint(module: nn.Module) -> str:
     for name, value in sorted(module.named_parameters()):
         digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
         if value.device.type != "meta" and value.numel():
-            flat = value.detach().reshape(-1)
-            add_values(digest, flat[:: max(flat.numel() // SAMPLES, 1)][:SAMPLES])
+            for part in _plain_parts(value.detach()):
+                flat = part.reshape(-1)
+                add_values(digest, flat[:: max(flat.numel() // SAMPLES, 1)][:SAMPLES])
     return digest.hexdigest()
+
+
+def _plain_parts(value: Tensor) -> list[Tensor]:
+    """The plain tensors that a quantised weight is made of (torchao's are subclasses that hold several), or itself."""
+    if not is_traceable_wrapper_subclass(value):
+        return [value]
+    names, _ = value.__tensor_flatten__()
+    return [part for name in names for part in _plain_parts(getattr(value, name))]
 
 
 def add_values(digest: Any, value: Tensor) -> None:

@@ -17,6 +17,7 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 from transformers.utils import logging
 
+from lantern_hf._files import write_whole
 from lantern_hf._hub_errors import HTTP_ERRORS, at_revision, hub_api, hub_error, is_transient, one_line, with_retries
 from lantern_hf._version import __version__
 
@@ -207,15 +208,11 @@ class Repository:
         if self.files is None or revision == self.commit:
             return
         note = self._storage / "refs" / revision
-        temporary = note.with_name(f".{note.name}.{os.getpid()}.tmp")
         try:
             note.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(self.commit)
-            os.replace(temporary, note)
+            write_whole(note, lambda temporary: temporary.write_text(self.commit))
         except OSError as error:  # a read-only cache serves as well
             logger.info(f"The cache does not note the commit of {self.name}: {error}")
-        finally:
-            temporary.unlink(missing_ok=True)
 
     def _cached(self, file: str) -> Path | None:
         """Path of a file in the cache, None if it is not there."""

@@ -17,7 +17,7 @@ from typing import Any
 from huggingface_hub import CommitInfo
 from transformers import PreTrainedModel
 
-from lantern_hf._files import flush, write_file
+from lantern_hf._files import sync, write_file
 from lantern_hf._hub_card import CardDetails, check_card, merge_card
 from lantern_hf._hub_download import HUB_ARGUMENTS, Repository
 from lantern_hf._hub_results import read_json
@@ -106,7 +106,7 @@ def pull_head(name: str, to: str | os.PathLike[str] | None = None, **where: Any)
         whole.mkdir()
         for source in [*files, *(folder / extra for extra in extras)]:
             shutil.copyfile(source, whole / source.name)
-            flush(whole / source.name)
+            sync(whole / source.name)
         os.replace(whole, target)
     return target
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import os
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from lantern_hf._files import write_whole
 from lantern_hf._nearest import nearest_rows
 
 __all__ = ["METRICS", "NeighborTable", "codebook_hash"]
@@ -148,15 +148,7 @@ class NeighborTable:
         # uint16 halves the file and holds every id of a codebook of up to 65,536 entries.
         indices = indices.to(torch.uint16) if self.num_codes <= 2**16 else indices
         metadata["indices_sha256"] = _digest(indices)
-        # Of this call alone: two threads, or two machines on one file system, may write the same table.
-        temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
-        try:
-            save_file({"indices": indices}, temporary, metadata)
-            with open(temporary, "rb") as file:
-                os.fsync(file.fileno())
-            os.replace(temporary, target)
-        finally:
-            temporary.unlink(missing_ok=True)
+        write_whole(target, lambda temporary: save_file({"indices": indices}, temporary, metadata))
         return target
 
     @classmethod

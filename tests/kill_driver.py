@@ -26,8 +26,8 @@ from safetensors.torch import load_file
 from tiny import random_data
 from transformers.utils import logging
 
+from lantern_hf._files import digest_file
 from lantern_hf.training import DistilConfig, FeatureCache, PipelineConditioner, TrainingConfig, self_distil, train_head
-from lantern_hf.training.storage import digest_file
 
 EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree")
 PIPE = tiny_pipeline()

@@ -25,8 +25,8 @@ from pipelines import tiny_class_pipeline
 from transformers.utils import logging
 
 from lantern_hf import generate_many
+from lantern_hf._files import digest_file
 from lantern_hf._processes import MainProcessError
-from lantern_hf.training.storage import digest_file
 
 PIPE = tiny_class_pipeline()
 PROMPTS = [str(label) for label in range(3)]

@@ -6,16 +6,16 @@ Devices are real: the CPU, the disk, and "meta", on which accelerate leaves a we
 from __future__ import annotations
 
 import logging
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate import cpu_offload, cpu_offload_with_hook, disk_offload, dispatch_model
+from accelerate import cpu_offload_with_hook, disk_offload
 from accelerate.hooks import AlignDevicesHook, CpuOffload, SequentialHook, add_hook_to_module
 from conftest import OFFLOAD_WARNING, TINY, prompt, tiny_chameleon, tiny_head, tiny_llama, tiny_llamagen
 from helpers import BEGIN_IMAGE
+from spread import Int8Linear, dynamic_int8, spread, weight_only_int8
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -30,36 +30,6 @@ pytestmark = OFFLOAD_WARNING
 STRICT = LanternConfig.strict()
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12}
 RELAXED: dict[str, Any] = {"do_sample": True, "max_new_tokens": 12}
-PLACES = {
-    "model.embed_tokens": "cpu",
-    "model.rotary_emb": "cpu",
-    "model.layers.0": "cpu",
-    "model.layers.1": "disk",
-    "model.norm": "disk",
-    "lm_head": "disk",
-}
-
-
-def spread(model: PreTrainedModel, how: str, folder: Path) -> PreTrainedModel:
-    """Take a model's weights away from it, in one of the ways people do."""
-    if how == "cpu":
-        return cpu_offload(model, execution_device=torch.device("cpu"))
-    if how == "disk":
-        disk_offload(model, folder / "offload", execution_device=torch.device("cpu"))
-        return model
-    if how == "dispatch":
-        return dispatch_model(model, PLACES, main_device="cpu", offload_dir=folder / "offload")
-    model.save_pretrained(folder / "model")
-    places: Any = PLACES
-    limits = None
-    if how == "auto":
-        sizes = [p.numel() * 4 for p in model.parameters()]
-        places, limits = "auto", {"cpu": int(sum(sizes) * 0.7)}
-    return (
-        type(model)
-        .from_pretrained(folder / "model", device_map=places, max_memory=limits, offload_folder=folder / "offload")
-        .eval()
-    )
 
 
 @pytest.mark.parametrize("how", ["cpu", "disk", "dispatch", "map", "auto"])
@@ -216,35 +186,6 @@ def test_a_model_woken_by_accelerate_itself() -> None:
 
 
 # ---- quantised targets
-
-
-def dynamic_int8(model: PreTrainedModel) -> PreTrainedModel:
-    """torch's own: weights in int8, activations quantised in each pass; linears have no weight attribute then."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch, that it is moving to another package
-        return torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
-
-
-class Int8Linear(nn.Module):
-    """Weight-only int8, as torchao and bitsandbytes do it: one scale an output."""
-
-    def __init__(self, linear: nn.Linear):
-        super().__init__()
-        scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
-        self.register_buffer("weight", (linear.weight.detach() / scale).round().to(torch.int8))
-        self.register_buffer("scale", scale.T)
-        self.bias = linear.bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self.weight.to(x.dtype)) * self.scale + (0 if self.bias is None else self.bias)
-
-
-def weight_only_int8(model: PreTrainedModel) -> PreTrainedModel:
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear:
-                setattr(parent, name, Int8Linear(child))
-    return model
 
 
 @pytest.mark.parametrize("name", sorted(TINY))

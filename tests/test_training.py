@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate import Accelerator
-from accelerate.tracking import GeneralTracker
 from conftest import tiny_chameleon, tiny_head, tiny_llama, tiny_llamagen
 from tiny import STEPS, random_data, read_log, same_weights, sampled, trained_llamagen
-from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from lantern_hf import LanternDraftModel
 from lantern_hf._checkpointing import checkpointed_layers
@@ -121,21 +119,6 @@ def test_half_precision_target_and_activation_checkpointing(tmp_path: Path) -> N
     assert not checkpointed_layers(head)
 
 
-def test_a_target_that_accelerate_keeps_on_the_disk(tmp_path: Path) -> None:
-    target, settings = tiny_llama(), {"steps": 2, "batch_size": 8, "lr": 3e-3}
-    target.save_pretrained(tmp_path / "target")
-    places: dict = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
-    places |= {"model.layers.0": "disk", "model.layers.1": "cpu"}
-    offloaded = LlamaForCausalLM.from_pretrained(
-        tmp_path / "target", device_map=places, offload_folder=tmp_path / "offload", dtype=torch.float32
-    )
-    assert offloaded.model.layers[0].mlp.up_proj.weight.device.type == "meta"
-    data = random_data(target)
-    heads = [train_head(model, data, TrainingConfig(**settings)).state_dict() for model in (target, offloaded)]
-    for name, value in heads[0].items():
-        torch.testing.assert_close(heads[1][name], value)
-
-
 def test_bf16_autocast_leaves_float32_weights_and_nearly_the_same_losses(tmp_path: Path) -> None:
     target = tiny_llamagen()
     data = random_data(target)
@@ -172,45 +155,6 @@ def test_the_saved_head_is_the_average_of_the_weights(tmp_path: Path) -> None:
         torch.testing.assert_close(saved[name], expected)
     torch.testing.assert_close(head.state_dict()[name], expected)
     assert same_weights(LanternDraftModel.from_pretrained(tmp_path / "average").state_dict(), head.state_dict())
-
-
-class ListTracker(GeneralTracker):
-    """Keeps what it is told."""
-
-    name, requires_logging_directory = "list", False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.settings: dict = {}
-        self.told: list[tuple[int, dict]] = []
-        self.finished = 0
-
-    @property
-    def tracker(self) -> list:
-        return self.told
-
-    def store_init_configuration(self, values: dict) -> None:
-        self.settings = values
-
-    def log(self, values: dict, step: int | None = None, **kwargs) -> None:
-        self.told.append((step or 0, values))
-
-    def finish(self) -> None:
-        self.finished += 1
-
-
-def test_trackers_are_told_every_number() -> None:
-    target, tracker = tiny_llamagen(), ListTracker()
-    data, config = random_data(target), TrainingConfig(steps=2, save_every=2, **STEPS)
-    train_head(target, data, config, eval_dataset=data, accelerator=Accelerator(log_with=tracker))
-    assert [step for step, _ in tracker.told] == [1, 2, 2]
-    assert tracker.finished == 1
-    assert tracker.settings["lr"] == 3e-3
-    assert {"loss", "feature_loss", "distribution_loss", "overlap", "agreement", "agreement_top5", "lr"} <= set(
-        tracker.told[0][1]
-    )
-    depths = {"eval_overlap", *(f"eval_overlap_{depth}" for depth in range(2, 6))}
-    assert depths | {"eval_tokens_per_pass", "eval_accepted_5", "eval_agreement_top5"} <= set(tracker.told[2][1])
 
 
 def test_the_order_of_the_data_covers_every_epoch_and_every_process() -> None:

@@ -16,8 +16,9 @@ from conftest import tiny_llamagen
 from tiny import STEPS, random_data, same_weights
 
 from lantern_hf import LanternDraftModel
+from lantern_hf._files import write_whole
 from lantern_hf.training import FeatureCache, TrainingConfig, train_head
-from lantern_hf.training.storage import ShardStore, write_whole
+from lantern_hf.training.storage import ShardStore
 
 
 def test_a_crash_while_saving_leaves_the_last_checkpoint_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

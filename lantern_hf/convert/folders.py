@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lantern_hf._files import sync
 
-__all__ = ["check_free", "new_folder", "sync"]
+__all__ = ["check_free", "new_folder"]
 
 _being_written: set[Path] = set()
 

@@ -7,7 +7,6 @@ and `training_state.pt`, read without running code.
 
 from __future__ import annotations
 
-import os
 import pickle
 import shutil
 from pathlib import Path
@@ -19,14 +18,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.utils import logging
 
-from lantern_hf.draft import NEIGHBORS_FILE, LanternDraftModel
-from lantern_hf.training.storage import replace_folder, sync, writing
+from lantern_hf.draft import LanternDraftModel
+from lantern_hf.training.storage import replace_folder, writing
 
 __all__ = ["Checkpoint", "export_head", "newest_checkpoint", "save_checkpoint"]
 
 logger = logging.get_logger(__name__)
 
-_STATE, _WEIGHTS, _EXPORT = "training_state.pt", "model.safetensors", ".head.tmp"
+_STATE, _WEIGHTS = "training_state.pt", "model.safetensors"
 # What reading a damaged or half-deleted checkpoint raises.
 _UNREADABLE = (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError, SafetensorError)
 
@@ -99,20 +98,9 @@ def export_head(folder: Path, head: LanternDraftModel) -> None:
     Raises:
         OSError: The disk is full, or the folder cannot be written.
     """
-    temporary = folder / _EXPORT
-    shutil.rmtree(temporary, ignore_errors=True)
     hint = "The head is in the last checkpoint; make room, and run again to save it."
-    try:
-        with writing(f"The head in {folder}", hint):
-            head.save_pretrained(temporary)
-            for file in sorted(temporary.iterdir()):
-                sync(file)
-                os.replace(file, folder / file.name)
-            if head.neighbors is None:  # a table that an earlier head left there
-                (folder / NEIGHBORS_FILE).unlink(missing_ok=True)
-            sync(folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    with writing(f"The head in {folder}", hint):
+        head.save_pretrained(folder)
 
 
 def _by_age(folder: Path) -> list[Path]:

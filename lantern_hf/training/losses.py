@@ -6,6 +6,7 @@ with, and accumulated gradients equal those of one large batch.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ from lantern_hf.processors import guide
 from lantern_hf.targets import TargetAdapter
 from lantern_hf.training.features import TargetFeatures
 
-__all__ = ["DraftObjective", "EntryLosses", "distribution", "draft_passes", "entry_losses"]
+__all__ = ["DraftObjective", "EntryLosses", "check_output_layer", "distribution", "draft_passes", "entry_losses"]
 
 
 TOP_K = 5  # how many of the head's most probable tokens `agreement_top5` looks at
@@ -55,6 +56,32 @@ def distribution(adapter: TargetAdapter, hidden: Tensor, guidance_scale: float |
         `(B, n, C)` float32 on the device of `hidden`.
     """
     return guide(adapter.logits(hidden).to(hidden.device), guidance_scale).log_softmax(-1)
+
+
+def check_output_layer(adapter: TargetAdapter, width: int) -> None:
+    """Refuse a target whose output layer passes no gradients: the distribution loss would teach the head nothing.
+
+    The integer kernels of some quantisers (torch's `quantize_dynamic`, torchao with quantised activations) pass none,
+    and say so in a warning at the most; weight-only ones do.
+
+    Args:
+        adapter: Adapter of the target.
+        width: Width H of what the output layer reads.
+
+    Raises:
+        ValueError: It passes none.
+    """
+    hidden = torch.ones(1, 1, width, dtype=adapter.model.dtype, requires_grad=True)
+    with torch.enable_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch's, about the very thing that is asked here
+        logits = adapter.logits(hidden)
+        gradient = torch.autograd.grad(logits.sum(), hidden, allow_unused=True)[0] if logits.requires_grad else None
+    if gradient is None:
+        raise ValueError(
+            f"The quantised output layer of {type(adapter.model).__name__} passes no gradients, so "
+            "`distribution_loss_weight` cannot be above 0. Leave that layer as it is when you quantise the others, "
+            "quantise weights only, or set the weight to 0."
+        )
 
 
 def entry_losses(
@@ -185,8 +212,9 @@ class DraftObjective(nn.Module):
             entries = entry_losses(adapter, output, hidden[:, index:], probs[:, index:], scale)
             means = EntryLosses(*(row_mean(values, learnt[:, index:]) for values in entries))
             if index < self._steps:
-                weighted = self._weights[0] * means.feature + self._weights[1] * means.distribution
-                loss = loss + self._decay**index * weighted
+                # A part without weight is left out of the graph: it may come from what passes no gradients.
+                for weight, part in zip(self._weights, (means.feature, means.distribution), strict=True):
+                    loss = loss + self._decay**index * weight * part if weight else loss
             metrics |= _first_pass(means) if index == 0 else {f"overlap_{index + 1}": means.overlap}
         assert isinstance(loss, Tensor)
         return {"loss": loss} | metrics

@@ -10,7 +10,8 @@ from typing import Any
 from accelerate import Accelerator
 from transformers.utils import logging
 
-from lantern_hf.training.storage import write_whole, writing
+from lantern_hf._files import write_whole
+from lantern_hf.training.storage import writing
 
 __all__ = ["LOG", "Reporter"]
 

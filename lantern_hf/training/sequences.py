@@ -26,6 +26,7 @@ __all__ = ["ConditionedSequences", "load_dataset_rows", "read_prompts", "read_ro
 ASKS = ("prompt", "class_label", "input_ids")
 _CAPTIONS = ("prompt", "text", "caption")
 _METADATA = "metadata.jsonl"
+_SAVED = ("state.json", "dataset_dict.json")  # what `save_to_disk` writes of one split, and of several
 
 
 class ConditionedSequences(Dataset):
@@ -174,7 +175,7 @@ def load_dataset_rows(name: str, split: str = "train", **kwargs: Any) -> Sequenc
 
     Args:
         name: Hub id or folder.
-        split: Split, such as `"train[:1000]"`.
+        split: Split, such as `"train[:1000]"`; of a saved folder a whole one.
         **kwargs: Further arguments of `datasets.load_dataset`.
 
     Returns:
@@ -182,7 +183,7 @@ def load_dataset_rows(name: str, split: str = "train", **kwargs: Any) -> Sequenc
 
     Raises:
         ImportError: `datasets` is not installed.
-        ValueError: The columns are others.
+        ValueError: The columns are others, or a saved folder holds no such split.
     """
     try:
         import datasets
@@ -190,8 +191,8 @@ def load_dataset_rows(name: str, split: str = "train", **kwargs: Any) -> Sequenc
         raise ImportError(
             "Training on a dataset of the Hub needs `datasets`. Install it with: pip install 'lantern_hf[datasets]'."
         ) from error
-    if Path(name).is_dir() and any(Path(name).glob("*.arrow")):
-        data: Any = datasets.load_from_disk(name)
+    if Path(name).is_dir() and any(Path(name, file).is_file() for file in _SAVED):
+        data: Any = _saved_split(name, datasets.load_from_disk(name), split)
     else:
         data = datasets.load_dataset(name, split=split, **kwargs)
     caption = next((column for column in _CAPTIONS if column in data.column_names), None)
@@ -204,6 +205,17 @@ def load_dataset_rows(name: str, split: str = "train", **kwargs: Any) -> Sequenc
             "and one of tokens, image."
         )
     return data.select_columns(known)
+
+
+def _saved_split(name: str, saved: Any, split: str) -> Any:
+    """One split of what `save_to_disk` wrote."""
+    splits = saved if isinstance(saved, dict) else {"train" if saved.split is None else str(saved.split): saved}
+    if split not in splits:
+        raise ValueError(
+            f"{name} was saved with the split {' and '.join(map(repr, splits))}, so `split` cannot be {split!r}. Name "
+            "a whole split; for a part of one, save that part."
+        )
+    return splits[split]
 
 
 def _read_lines(path: Path, check: bool = True) -> Iterator[dict[str, Any]]:

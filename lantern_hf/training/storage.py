@@ -1,6 +1,4 @@
-"""Files that are whole or not there: written beside under another name, synced, renamed. Knows bytes and shards, and
-nothing of what they hold.
-"""
+"""Shards and folders that are whole or not there. Knows bytes, and nothing of what they hold."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from safetensors import SafetensorError
 
 from lantern_hf._files import digest_file, sync, write_whole
 
-__all__ = ["ShardStore", "digest_file", "remove_leftovers", "replace_folder", "sync", "write_whole", "writing"]
+__all__ = ["ShardStore", "remove_leftovers", "replace_folder", "writing"]
 
 _MANIFEST, _SUM = "manifest.json", ".sha256"
 

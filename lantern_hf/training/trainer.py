@@ -31,7 +31,7 @@ from lantern_hf.training.data import SeededBatches, TokenBatch, collate, fetch, 
 from lantern_hf.training.evaluate import EVAL_DEPTHS, mean_metrics
 from lantern_hf.training.feature_cache import FeatureCache
 from lantern_hf.training.features import frozen
-from lantern_hf.training.losses import DraftObjective
+from lantern_hf.training.losses import DraftObjective, check_output_layer
 from lantern_hf.training.optimization import WeightAverage, make_optimizer
 from lantern_hf.training.reporting import Reporter
 from lantern_hf.training.runtime import Sums, autocast, input_device, seeded
@@ -78,13 +78,13 @@ def train_head(
         float32.
 
     Raises:
-        ValueError: Head, data or an earlier checkpoint do not fit.
+        ValueError: Head, target, data or an earlier checkpoint do not fit.
         FloatingPointError: The loss is no longer finite.
         OSError: The disk is full. Checkpoints written before stay good.
     """
     trainer = _Trainer(target, dataset, config, head, output_dir, eval_dataset, feature_cache, accelerator)
     with frozen(target):
-        trainer.check_data()
+        trainer.check_data_and_target()
         trainer.resume()
         trainer.run()
     trained = trainer.finish()
@@ -152,8 +152,8 @@ class _Trainer:
         """The head that is evaluated and saved."""
         return self.head if self.average is None else self.average.head
 
-    def check_data(self) -> None:
-        """Refuse data on which nothing could be learnt, before any work."""
+    def check_data_and_target(self) -> None:
+        """Refuse data and a target from which nothing could be learnt, before any work."""
         if not len(self.dataset):
             raise ValueError("`dataset` is empty. Give at least one sequence.")
         batch = collate(fetch(self.dataset, [0])).to(input_device(self.target))
@@ -169,6 +169,8 @@ class _Trainer:
                 f"`tokens` of the first item, {low} to {high}, are not tokens that {type(self.target).__name__} emits "
                 "after this prompt. Give token ids, not codes, and the prompt that `generate` was given."
             )
+        if self.config.distribution_loss_weight:
+            check_output_layer(adapter, self.head.config.hidden_size)
 
     def resume(self) -> None:
         """Go on from the newest checkpoint, if there is one."""
