@@ -175,7 +175,8 @@ def test_two_hundred_relaxed_images_have_every_end(model: Any, processor: Any) -
         rows = [torch.nn.functional.pad(x[name], (length - x[name].shape[1], 0), value=value) for x in (tall, wide)]
         return torch.cat(rows).repeat_interleave(25, 0)
 
-    sizes = tall["image_sizes"] + wide["image_sizes"]  # (5, 3) and (3, 4)
+    sizes = [(5, 3), (3, 4)]
+    assert [tuple(map(int, size)) for x in (tall, wide) for size in x["image_sizes"]] == sizes
     layout = Emu3ImageLayout.for_model(model, sizes)
     negative = negative_inputs(processor, "low", 50)
     head, generator, shifts = tiny_head(model), torch.Generator().manual_seed(0), []
