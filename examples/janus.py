@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> list[Path]:
 
     messages = [{"role": "user", "content": [{"type": "text", "text": args.prompt}]}]
     text = processor.apply_chat_template(messages, add_generation_prompt=True)
-    inputs = processor(text=text, generation_mode="image", return_tensors="pt").to(model.device)
+    inputs = processor(text=[text], generation_mode="image", return_tensors="pt").to(model.device)
     config = lantern_hf.LanternConfig(neighborhood_size=args.neighborhood_size, lam=args.lam)
     output = model.generate(
         **inputs,

@@ -22,7 +22,7 @@ from tiny_families import (
 from torch import Tensor
 
 from lantern_hf import TREES, LanternConfig, NeighborTable, attach, lantern_generate
-from lantern_hf.cache import RaggedCache, new_dynamic_cache
+from lantern_hf.cache import CACHE_KEYWORD, RaggedCache, new_dynamic_cache
 from lantern_hf.targets import adapter_for
 from lantern_hf.targets.attention import attention_argument
 from lantern_hf.targets.glm_image import decode_positions
@@ -80,11 +80,11 @@ def test_a_tree_pass_equals_plain_passes(attention: str) -> None:
 def plain_logits(model: Any, inputs: dict[str, Tensor], codes: Tensor) -> Tensor:
     """Logits behind each code by stock passes over one token each, which infer positions from the cache."""
     cache = new_dynamic_cache(model.config.get_text_config())
-    model(**inputs, cache=cache)
+    model(**inputs, **{CACHE_KEYWORD: cache})
     mask, logits = inputs["attention_mask"], []
     for column in codes.split(1, dim=1):
         mask = torch.nn.functional.pad(mask, (0, 1), value=1)
-        logits.append(model(input_ids=column, attention_mask=mask, cache=cache).logits)
+        logits.append(model(input_ids=column, attention_mask=mask, **{CACHE_KEYWORD: cache}).logits)
     return torch.cat(logits, dim=1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from helpers import Oracle
 from PIL import Image
 from tiny_families import BOI, BOS, EOS, IMAGE, PAD, SIDE, janus_processor, janus_prompts, tiny_janus
 from torch import Tensor
+from transformers import JanusModel
 
 from lantern_hf import TREES, LanternConfig, NeighborTable, attach
 from lantern_hf.cache import RaggedCache, new_dynamic_cache
@@ -122,7 +124,7 @@ def test_text_is_decoded_strictly(shows_picture: bool, ends_as_for_an_image: boo
     processor = janus_processor()
     picture = Image.effect_noise((16, 16), 64).convert("RGB")
     text = "<s> <image_placeholder> what is this" if shows_picture else "<s> what is this"
-    inputs = dict(processor(text=text, images=picture if shows_picture else None, return_tensors="pt"))
+    inputs = dict(processor(text=[text], images=picture if shows_picture else None, return_tensors="pt"))
     inputs["input_ids"][:, -1] = BOI if ends_as_for_an_image else inputs["input_ids"][:, -1]
     kwargs = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
     expected = model.generate(**inputs, **kwargs)
@@ -143,20 +145,23 @@ def test_the_head_reads_what_the_target_reads() -> None:
     model = tiny_janus()
     inputs = dict(
         janus_processor()(
-            text="<s> <image_placeholder> what", images=Image.new("RGB", (16, 16), "red"), return_tensors="pt"
+            text=["<s> <image_placeholder> what"], images=Image.new("RGB", (16, 16), "red"), return_tensors="pt"
         )
     )
     adapter = adapter_for(model, inputs["input_ids"])
-    seen = {}
+    seen: dict[str, Any] = {}
     handle = model.model.language_model.register_forward_pre_hook(
         lambda module, args, kwargs: seen.update(kwargs), with_kwargs=True
     )
+    ways: list[dict[str, Any]] = [{"pixel_values": inputs["pixel_values"]}]
     with torch.no_grad():
-        features = {"image": model.model.get_image_features(inputs["pixel_values"], return_dict=True)}
-        cache = new_dynamic_cache(model.config.get_text_config())
-        prompt = adapter.prefill(inputs["input_ids"], cache, mm_encoder_outputs=features)
+        if "mm_encoder_outputs" in signature(JanusModel.forward).parameters:  # what newer releases make of them
+            ways += [{"mm_encoder_outputs": {"image": model.model.get_image_features(**ways[0], return_dict=True)}}]
+        for way in ways:
+            cache = new_dynamic_cache(model.config.get_text_config())
+            prompt = adapter.prefill(inputs["input_ids"], cache, **way)
+            assert torch.allclose(prompt.embeds, seen.pop("inputs_embeds"))
     handle.remove()
-    assert torch.allclose(prompt.embeds, seen["inputs_embeds"])
     assert int((inputs["input_ids"] == IMAGE).sum()) == TOKENS
     words, codes = adapter, adapter_for(model, generation_mode="image")
     ids = torch.tensor([[3, 7]])

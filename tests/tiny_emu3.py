@@ -128,7 +128,7 @@ class ByPlace:
     """A user's own `prefix_allowed_tokens_fn`, as the documentation of Emu3 shows one; counts how often it is asked."""
 
     def __init__(self, model: Emu3ForConditionalGeneration, height: int, width: int):
-        self.visual = model.vocabulary_mapping.image_tokens
+        self.visual = model.model.vocabulary_mapping.image_tokens
         self.height, self.width, self.asked = height, width, []
         self.ids = {name: emu3_vocabulary()[token] for name, token in SPECIAL.items()}
 

@@ -128,7 +128,9 @@ def janus_processor() -> JanusProcessor:
     )
     pictures = JanusImageProcessorPil(image_size=16, size={"height": 16, "width": 16}, min_size=4)
     template = "<s>" + CHAT.replace("{{ image }}", "<image_placeholder>")
-    return JanusProcessor(pictures, fast, num_image_tokens=SIDE * SIDE, chat_template=template)
+    processor = JanusProcessor(pictures, fast, chat_template=template)
+    processor.num_image_tokens = SIDE * SIDE  # an argument as well, in newer releases
+    return processor
 
 
 def janus_prompts(rows: int) -> dict[str, Tensor]:

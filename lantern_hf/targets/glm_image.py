@@ -222,13 +222,18 @@ class GlmImageAdapter(TargetAdapter):
     def _with_source_codes(self, input_ids: Tensor, model_kwargs: dict[str, Any]) -> Tensor:
         """Put the codes of the images to edit in the place of their placeholders, as the stock forward does."""
         image = (model_kwargs.get("mm_encoder_outputs") or {}).get("image")
-        if image is None and (pixels := model_kwargs.get("pixel_values")) is not None:
-            grids, per_row = model_kwargs["image_grid_thw"], model_kwargs.get("images_per_sample")
-            sources = self.model.model.get_image_grids_for_generation(per_row, grids)
-            image = self.model.model.get_image_features(pixels, sources, return_dict=True)
-        if image is None:
+        pixels = model_kwargs.get("pixel_values")
+        if image is None and pixels is None:
             return input_ids
-        codes = self.model.get_image_tokens(image.pooler_output).flatten().to(input_ids.device)
+        grids, per_row = model_kwargs["image_grid_thw"], model_kwargs.get("images_per_sample")
+        parts = [grids] if per_row is None else grids.split(per_row.tolist())
+        sources = torch.cat([part[:-1] for part in parts])  # the last one is to be generated
+        if image is None:
+            image = self.model.model.get_image_features(pixels, sources, return_dict=True)
+        features = image.pooler_output
+        # Newer releases give maps `(H, h, w)`, older ones patches in a row, `(h * w, H)`, whose grids must be told.
+        told = (features,) if features[0].ndim == 3 else (torch.cat(list(features)), sources)
+        codes = self.model.get_image_tokens(*told).flatten().to(input_ids.device)
         return input_ids.masked_scatter(input_ids == self.model.config.image_token_id, codes)
 
     def tree_pass(

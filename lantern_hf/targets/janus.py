@@ -120,6 +120,8 @@ class JanusAdapter(TargetAdapter):
         table = self.model.get_input_embeddings()
         embeds = table(to_module(table, ids))
         image = (inputs.get("mm_encoder_outputs") or {}).get("image")
+        if image is None and (pixels := inputs.get("pixel_values")) is not None:
+            image = self.model.model.get_image_features(pixels, return_dict=True)
         if image is None:
             return embeds
         shown = (ids == self.model.config.image_token_id)[..., None].to(embeds.device)
