@@ -36,6 +36,9 @@ def process_state(cpu: bool = False) -> PartialState:
 
     Args:
         cpu: Whether to work on the CPU in any case.
+
+    Raises:
+        RuntimeError: The program made accelerate's state before, for one process, though several were started.
     """
     cpu = cpu or parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
     state = PartialState(cpu=cpu, timeout=_PATIENCE)
@@ -43,6 +46,12 @@ def process_state(cpu: bool = False) -> PartialState:
         logger.warning(
             "Only one process was started: on CPUs `accelerate launch` starts several with --multi_gpu (in spite of "
             "its name) in place of --cpu; `torchrun --nproc-per-node N` always does."
+        )
+    launched = int(os.environ.get("WORLD_SIZE", 1)) if "LOCAL_RANK" in os.environ else 1
+    if state.num_processes == 1 < launched:
+        raise RuntimeError(
+            f"{launched} processes were started, but this program's `PartialState` or `Accelerator` knows of one. On "
+            "CPUs make it with `PartialState(cpu=True)`."
         )
     return state
 

@@ -162,7 +162,7 @@ def test_going_on(tmp_path: Path) -> None:
     [
         ({"prompts": ["0", "4"]}, "prompt 2: {}/00002.png was drawn with another `prompt` ('1', now '4')"),
         ({"seed": 1}, "another `seed` ("),
-        ({"temperature": 0.5}, "another `temperature` (1.0, now 0.5)"),
+        ({"temperature": 0.5}, "another `temperature` (None, now 0.5)"),
         ({"lantern_config": LanternConfig(lam=3.0)}, "another `lantern_config.lam` (2.0, now 3.0)"),
         ({"lantern_config": None}, "another `lantern_config.tree` ('eagle_25', now None)"),
         ({"scale": 2}, "another `scale` (1, now 2)"),
@@ -253,7 +253,7 @@ def test_a_pipeline_without_head(tmp_path: Path) -> None:
     assert (report.tokens_per_pass, report.passes) == (1.0, 63)
     assert report.pictures[0]["settings"]["lantern_config"] is None
     assert pipe._progress_bar_config == {"leave": False}
-    with pytest.raises(ValueError, match="`lantern_config` needs a draft head"):
+    with pytest.raises(ValueError, match="this pipeline has no draft head"):
         generate_many(pipe, ["red fox"], tmp_path / "other", lantern_config={})
 
 

@@ -13,7 +13,6 @@ import PIL.Image
 import torch
 from transformers.utils import logging
 
-from lantern_hf._pipeline_checks import check_sampling
 from lantern_hf._processes import from_main, process_state
 from lantern_hf.many.folder import PictureFolder
 from lantern_hf.many.report import ManyReport
@@ -80,7 +79,6 @@ def generate_many(
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"`{name}` must be a whole number of at least 1, got {value!r}.")
     call = call_options(pipe, options)
-    check_sampling(*(call[name] for name in ("guidance_scale", "top_k", "top_p", "temperature")))
     run = _Run(pipe, out, call, settings_of(pipe, call, scale), batch_size, scale)
     try:
         with _without_bar(pipe):

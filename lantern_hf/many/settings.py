@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from lantern_hf._fingerprint import target_fingerprint, weights_fingerprint
-from lantern_hf.config import LanternConfig
+from lantern_hf._pipeline_checks import check_sampling
 
 if TYPE_CHECKING:  # importing diffusers takes seconds
     from lantern_hf.pipeline import LanternPipeline
 
 __all__ = ["call_options", "conditioning", "differences", "settings_of"]
 
-_DEFAULTS = {"guidance_scale": None, "top_k": None, "top_p": 1.0, "temperature": 1.0, "lantern_config": "default"}
 # What `generate_many` sets itself, or what is one picture's and not all of them's.
 _RESERVED = {
     "prompt",
@@ -36,23 +35,15 @@ def call_options(pipe: LanternPipeline, options: Mapping[str, Any]) -> dict[str,
 
     Raises:
         TypeError: An option is `generate_many`'s own business.
-        ValueError: `lantern_config` is none, or there is no head to draft with.
+        ValueError: A number is out of range, `lantern_config` is none, or there is no head to draft with.
     """
     if reserved := sorted(options.keys() & _RESERVED):
         raise TypeError(f"generate_many() sets `{reserved[0]}` for each picture. Leave it out.")
-    values = {**_DEFAULTS, **options}
+    values = {name: value for name, value in options.items() if value is not None}
     for name in ("guidance_scale", "top_k"):
-        values[name] = getattr(pipe.config, name) if values[name] is None else values[name]
-    return values | {"lantern_config": _lantern_config(pipe, values["lantern_config"])}
-
-
-def _lantern_config(pipe: LanternPipeline, value: Any) -> LanternConfig | None:
-    """How to decode; None is plainly."""
-    if value is None or (value == "default" and pipe.draft_head is None):
-        return None
-    if pipe.draft_head is None:
-        raise ValueError("`lantern_config` needs a draft head, and this pipeline has none. Leave it out.")
-    return LanternConfig.resolve(pipe.draft_head.config.lantern_config if value == "default" else value)
+        values.setdefault(name, getattr(pipe.config, name))
+    check_sampling(values["guidance_scale"], values["top_k"], values.get("top_p", 1.0), values.get("temperature", 1.0))
+    return values | {"lantern_config": pipe._resolve_config(options.get("lantern_config", "default"))}
 
 
 def settings_of(pipe: LanternPipeline, call: Mapping[str, Any], scale: int) -> dict[str, Any]:
@@ -63,7 +54,8 @@ def settings_of(pipe: LanternPipeline, call: Mapping[str, Any], scale: int) -> d
     """
     config = call["lantern_config"]
     values = dict(call) | {"lantern_config": None if config is None else config.to_dict(), "scale": scale}
-    values |= {"dtype": str(pipe.transformer.dtype).removeprefix("torch."), "model": _model_fingerprint(pipe)}
+    values |= {"dtype": str(pipe.transformer.dtype).removeprefix("torch.")}
+    values |= {"model": _model_fingerprint(pipe, values.keys())}
     try:
         return json.loads(json.dumps(values))
     except TypeError as error:
@@ -96,11 +88,13 @@ def conditioning(pipe: LanternPipeline, prompts: Sequence[str]) -> dict[str, Any
     return {"class_labels": [int(prompt) for prompt in prompts]}
 
 
-def _model_fingerprint(pipe: LanternPipeline) -> str:
-    """A hash of the weights that decide a picture; the draft head's do in relaxed decoding."""
+def _model_fingerprint(pipe: LanternPipeline, recorded: Collection[str]) -> str:
+    """A hash of the weights that decide a picture, the head's too, and of settings of the pipeline not `recorded`."""
+    own = {name: value for name, value in pipe.config.items() if name not in recorded and name not in pipe.components}
+    own = {name: value for name, value in own.items() if not name.startswith("_")}
     parts = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
     hashes = [f"{name} {weights_fingerprint(part)}" for name, part in sorted(parts.items())]
-    text = " ".join([target_fingerprint(pipe.transformer), *hashes])
+    text = " ".join([target_fingerprint(pipe.transformer), *hashes, json.dumps(own, sort_keys=True, default=str)])
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
