@@ -28,15 +28,12 @@ def same(one: Any, other: Any) -> bool:
 
 
 @every_drawer
-@pytest.mark.parametrize("how", ["cpu", "disk"])
-def test_a_target_that_accelerate_has_taken_apart(drawer: Drawer, how: str, tmp_path: Path) -> None:
+def test_a_target_on_disk(drawer: Drawer, tmp_path: Path) -> None:
+    """accelerate's offload of the target alone, under a pipeline that knows nothing of it."""
     expected = drawer.draw(drawer.pipe(), negative_prompt=drawer.prompts[0])
     model = drawer.make()
     pipe = drawer.pipe(model)
-    if how == "cpu":
-        cpu_offload(model, execution_device=CPU)
-    else:
-        disk_offload(model, tmp_path, execution_device=CPU)
+    disk_offload(model, tmp_path, execution_device=CPU)
     away = {name for name, weight in model.named_parameters() if weight.is_meta}
     assert away
     assert same(drawer.draw(pipe, negative_prompt=drawer.prompts[0]), expected)
@@ -72,7 +69,6 @@ def test_diffusers_model_offload(drawer: Drawer) -> None:
     expected = drawer.draw(drawer.pipe())
     pipe = drawer.pipe()
     pipe.enable_model_cpu_offload(device="cpu")
-    assert same(drawer.draw(pipe), expected)
     assert same(drawer.draw(pipe), expected)
     wish: dict[str, Any] = {"callback_on_step_end": print, "callback_on_step_end_tensor_inputs": ["image"]}
     if pipe.vq_model is not None:
