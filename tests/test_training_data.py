@@ -16,7 +16,7 @@ from tiny import STEPS
 from transformers import ChameleonImageProcessorPil, ChameleonProcessor, PreTrainedTokenizerFast
 
 import lantern_hf
-from lantern_hf import LanternPipeline
+from lantern_hf import LanternPipeline, image_prompts
 from lantern_hf.models.vq import encode_pixels
 from lantern_hf.targets import adapter_for
 from lantern_hf.training import (
@@ -57,7 +57,8 @@ def test_prompts_of_a_pipeline_are_those_it_decodes() -> None:
     pipe = tiny_pipeline(padding_side="right")
     rows = [row | {"tokens": [1, 2, 3]} for row in PROMPTS]
     batch = collate(ConditionedSequences(rows, PipelineConditioner(pipe)).__getitems__([1, 0]))
-    expected = pipe._prepare(["a blue bird", "red fox"], None, 1, None)
+    expected = image_prompts(pipe.transformer, pipe._parts.reader, ["a blue bird", "red fox"])
+    assert expected.pop("max_new_tokens") == tiny_llamagen().config.num_image_tokens
     assert batch.prompt.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(batch.prompt[name], value)
