@@ -19,6 +19,7 @@ from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from huggingface_hub.utils import yaml_dump
 
 from lantern_hf._hub_results import Benchmark, plain_text
+from lantern_hf._hub_training import TrainingRecord
 
 __all__ = ["BEGIN", "END", "CardDetails", "card_text", "check_card", "is_hub_id", "merge_card"]
 
@@ -47,6 +48,8 @@ class CardDetails:
         datasets: Hub ids of training data.
         training_data: What it was trained on, in words.
         training_command: Command that trained it.
+        training: Record of the training, `training.json`, the folder that holds it, or its values. Default: the record
+            in the folder that the head lies in or came from, if there is one and it is of these very weights.
         benchmark: Benchmark result file, or its values; the card's figures come from nowhere else.
         image: Picture to show, a PNG, JPEG or WebP file; it is uploaded with the card.
 
@@ -63,6 +66,7 @@ class CardDetails:
     datasets: Sequence[str] = ()
     training_data: str | None = None
     training_command: str | None = None
+    training: str | os.PathLike[str] | Mapping[str, Any] | TrainingRecord | None = None
     benchmark: str | os.PathLike[str] | Mapping[str, Any] | None = None
     image: str | os.PathLike[str] | None = None
 
@@ -135,7 +139,7 @@ def card_text(
         Metadata, and the text between the marks.
 
     Raises:
-        ValueError: The benchmark is no result file.
+        ValueError: The benchmark is no result file, or the training no record of one.
     """
     task = details.pipeline_tag or pipeline_tag
     benchmark = None if details.benchmark is None else Benchmark.read(details.benchmark)
@@ -239,7 +243,12 @@ def _join(metadata: dict[str, Any], text: str) -> str:
 
 def _training(details: CardDetails) -> str:
     """What is known of the training."""
-    lines = [details.training_data or "The training data were not stated."]
+    training = details.training
+    record = training if isinstance(training, TrainingRecord | None) else TrainingRecord.read(training)
+    lines = [details.training_data] if details.training_data else []
+    lines += [record.text()] if record is not None else []
+    if not details.training_data and not (record is not None and record.source):
+        lines.insert(0, "The training data were not stated.")
     if details.training_command is not None:
         fence = "```" if "```" not in details.training_command else "~~~~~~"
         lines.append(f"{fence}bash\n{details.training_command.strip()}\n{fence}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from huggingface_hub import CommitInfo
 
 from lantern_hf._files import staged_files
 from lantern_hf._hub_card import CardDetails, card_text, is_hub_id, merge_card
+from lantern_hf._hub_push import push_to_hub
 from lantern_hf._hub_upload import Push
 from lantern_hf._pipeline_arguments import write_family
 from lantern_hf._pipeline_target import PipelineTargetMixin
@@ -23,6 +23,9 @@ __all__ = ["PipelineHubMixin"]
 
 class PipelineHubMixin(PipelineTargetMixin):
     """What `LanternPipeline` has on top of `DiffusionPipeline` for files and the Hub."""
+
+    _push_message = "Upload pipeline"
+    push_to_hub = push_to_hub  # type: ignore[assignment]  # with a card, which the library's own lacks
 
     def register_to_config(self, **kwargs: Any) -> None:
         """Note settings and the classes of components, as `DiffusionPipeline` does.
@@ -84,62 +87,19 @@ class PipelineHubMixin(PipelineTargetMixin):
         if push_to_hub:
             self.push_to_hub(upload.pop("repo_id", Path(save_directory).name), **upload)
 
-    def push_to_hub(  # type: ignore[override]  # its arguments are those of diffusers, and a card
-        self,
-        repo_id: str,
-        *,
-        commit_message: str | None = None,
-        commit_description: str | None = None,
-        private: bool | None = None,
-        token: str | bool | None = None,
-        revision: str | None = None,
-        create_pr: bool = False,
-        card: CardDetails | None = None,
-    ) -> CommitInfo:
-        """Publish the pipeline in one commit, with a card.
-
-        Args:
-            repo_id: Hub id; without a user it goes to the token's own account. Made if there is none.
-            commit_message: First line of the commit.
-            commit_description: Rest of the commit message.
-            private: Whether a repository that is made is private.
-            token: As in diffusers.
-            revision: Branch; made if there is none.
-            create_pr: Open a pull request instead.
-            card: Licence, training, benchmark, picture. What a person wrote into an existing card stays.
-
-        Returns:
-            The commit, with `commit_url` and `pr_url`.
-
-        Raises:
-            PermissionError: No token, or one without the right.
-            ValueError: Weights are not finite, or the card is not valid.
-            OSError: The Hub refuses or cannot be reached; the repository is then as it was.
-        """
-        details = card or CardDetails()
-        push = Push(
-            repo_id,
-            commit_message or "Upload pipeline",
-            description=commit_description,
-            private=private,
-            token=token,
-            revision=revision,
-            create_pr=create_pr,
+    def _push(self, folder: Path, push: Push, card: CardDetails) -> CommitInfo:
+        """Send the pipeline that was saved in a folder."""
+        files: dict[str, Path | bytes] = {
+            file.relative_to(folder).as_posix(): file for file in folder.rglob("*") if file.is_file()
+        }
+        check_weight_values([file for file in folder.rglob("*.safetensors") if file.stem != "neighbors"])
+        if card.image is not None and card.image_name is not None:
+            files[card.image_name] = Path(card.image)
+        return push.send(
+            files,
+            lambda name, existing: merge_card(existing, *self._card(name, card)),
+            stale=["draft_head/neighbors.safetensors"],
         )
-        with tempfile.TemporaryDirectory(prefix="lantern-push-") as temporary:
-            folder = Path(temporary)
-            self.save_pretrained(folder)
-            files: dict[str, Path | bytes] = {
-                file.relative_to(folder).as_posix(): file for file in folder.rglob("*") if file.is_file()
-            }
-            check_weight_values([file for file in folder.rglob("*.safetensors") if file.stem != "neighbors"])
-            if details.image is not None and details.image_name is not None:
-                files[details.image_name] = Path(details.image)
-            return push.send(
-                files,
-                lambda name, existing: merge_card(existing, *self._card(name, details)),
-                stale=["draft_head/neighbors.safetensors"],
-            )
 
     def _card(self, repo_id: str, details: CardDetails) -> tuple[dict[str, Any], str]:
         """Metadata and text of the card."""

@@ -6,7 +6,7 @@ it. Saving and pushing write the same files.
 
 import copy
 import os
-import tempfile
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,9 @@ from transformers import PreTrainedModel
 from lantern_hf._files import staged_files
 from lantern_hf._hub_card import CardDetails
 from lantern_hf._hub_download import HUB_ARGUMENTS, Repository
+from lantern_hf._hub_push import push_to_hub
+from lantern_hf._hub_training import TRAINING_FILE
+from lantern_hf._hub_upload import Push
 from lantern_hf._version import __version__
 from lantern_hf.draft_config import LanternDraftConfig
 from lantern_hf.head_files import (
@@ -43,6 +46,8 @@ class DraftFilesMixin(PreTrainedModel):
 
     config: LanternDraftConfig
     neighbors: NeighborTable | None
+    _push_message = "Upload draft head"
+    push_to_hub = push_to_hub  # type: ignore[assignment]  # with a card, which the library's own lacks
 
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
@@ -133,54 +138,12 @@ class DraftFilesMixin(PreTrainedModel):
             if file.name not in names:  # an earlier save left it, of another head or in shards
                 file.unlink(missing_ok=True)
 
-    def push_to_hub(  # type: ignore[override]  # its arguments are those of transformers, and a card
-        self,
-        repo_id: str,
-        *,
-        commit_message: str | None = None,
-        commit_description: str | None = None,
-        private: bool | None = None,
-        token: str | bool | None = None,
-        revision: str | None = None,
-        create_pr: bool = False,
-        tags: list[str] | None = None,
-        card: CardDetails | None = None,
-    ) -> CommitInfo:
-        """Publish the head in one commit: config, weights, neighbour table, card, and code for `custom_generate=`.
-
-        Args:
-            repo_id: Hub id; without a user it goes to the token's own account. Made if there is none.
-            commit_message: First line of the commit.
-            commit_description: Rest of the commit message.
-            private: Whether a repository that is made is private.
-            token: As in transformers.
-            revision: Branch; made if there is none.
-            create_pr: Open a pull request instead.
-            tags: Further tags of the card.
-            card: Licence, training, benchmark, picture. What a person wrote into an existing card stays.
-
-        Returns:
-            The commit, with `commit_url` and `pr_url`.
-
-        Raises:
-            PermissionError: No token, or one without the right.
-            ValueError: The head's weights are not finite, or the card is not valid.
-            OSError: The Hub refuses or cannot be reached; the repository is then as it was.
-        """
-        with tempfile.TemporaryDirectory(prefix="lantern-push-") as folder:
-            self.save_pretrained(folder)
-            return push_head(
-                Path(folder),
-                repo_id,
-                card or CardDetails(),
-                tags=tags or (),
-                message=commit_message or "Upload draft head",
-                description=commit_description,
-                private=private,
-                token=token,
-                revision=revision,
-                create_pr=create_pr,
-            )
+    def _push(self, folder: Path, push: Push, card: CardDetails) -> CommitInfo:
+        """Send the head that was saved in a folder, with the record of its training if it came from beside one."""
+        record = Path(self.name_or_path or "", TRAINING_FILE)
+        if self.name_or_path and card.training is None and record.is_file():
+            shutil.copyfile(record, folder / TRAINING_FILE)
+        return push_head(folder, push, card)
 
     def _check_neighbors(self) -> None:
         """Refuse a neighbour table of another codebook."""

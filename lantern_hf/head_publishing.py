@@ -16,6 +16,7 @@ from huggingface_hub import CommitInfo
 from safetensors import safe_open
 
 from lantern_hf._hub_card import CardDetails, card_text, is_hub_id, merge_card
+from lantern_hf._hub_training import TrainingRecord
 from lantern_hf._hub_upload import Push
 from lantern_hf._version import __version__
 from lantern_hf.config import LanternConfig
@@ -51,18 +52,13 @@ _REQUIREMENTS = "lantern_hf>={version}\n"
 _STALE = (NEIGHBORS_FILE, INDEX_FILE, WEIGHTS_FILE)
 
 
-def push_head(
-    folder: Path, repo_id: str, card: CardDetails, *, tags: Sequence[str] = (), message: str, **where: Any
-) -> CommitInfo:
+def push_head(folder: Path, push: Push, card: CardDetails) -> CommitInfo:
     """Publish the head in a folder, in one commit.
 
     Args:
         folder: What `save_pretrained` wrote; it is only read.
-        repo_id: Hub id.
+        push: Where to.
         card: What the card says beyond the files.
-        tags: Further tags of the card.
-        message: First line of the commit.
-        **where: As `Push`.
 
     Returns:
         The commit.
@@ -72,8 +68,6 @@ def push_head(
         ValueError: The folder holds no sound head, or the card is not valid.
         OSError: The Hub refuses or cannot be reached.
     """
-    push = Push(repo_id, message, **where)
-    card = replace(card, tags=[*card.tags, *tags])
     config = published_config(folder, card)
     files = head_files(folder)
     if card.image is not None and card.image_name is not None:
@@ -147,6 +141,8 @@ def head_card(repo_id: str, config: dict[str, Any], folder: Path, details: CardD
         folder: The head's folder.
         details: What the author says.
     """
+    if details.training is None:
+        details = replace(details, training=TrainingRecord.of_head(folder, weight_files(folder)))
     verifier = config["verifier"]
     target = verifier.get("name_or_path") or "its target"
     architecture = (verifier.get("architectures") or [None])[0]

@@ -21,6 +21,7 @@ from lantern_hf._files import sync, write_file
 from lantern_hf._hub_card import CardDetails, check_card, merge_card
 from lantern_hf._hub_download import HUB_ARGUMENTS, Repository
 from lantern_hf._hub_results import read_json
+from lantern_hf._hub_upload import Push
 from lantern_hf.attach import LanternMixin
 from lantern_hf.draft import LanternDraftModel
 from lantern_hf.draft_files import check_head, fetch_head
@@ -67,7 +68,7 @@ def push_folder(
             f"LanternPipeline.from_pretrained({os.fspath(folder)!r}).push_to_hub({repo_id!r})."
         )
     check_head(LanternDraftModel, Path(folder))
-    return push_head(Path(folder), repo_id, card or CardDetails(), message=message, **where)
+    return push_head(Path(folder), Push(repo_id, message, **where), card or CardDetails())
 
 
 def pull_head(name: str, to: str | os.PathLike[str] | None = None, **where: Any) -> Path:

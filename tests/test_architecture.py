@@ -31,7 +31,7 @@ LAYERS: list[list[str]] = [
         "_processes",
         "_fingerprint",
     ],
-    ["_hub_errors", "_hub_download", "_hub_upload", "_hub_results", "_hub_card"],
+    ["_hub_errors", "_hub_download", "_hub_upload", "_hub_results", "_hub_training", "_hub_card", "_hub_push"],
     ["tree", "neighbors", "neighbor_cache", "stats", "relaxation"],
     ["config", "_neighborhood", "_verdict"],
     ["greedy", "acceptance"],

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -34,6 +37,22 @@ def test_the_bundle_is_complete_and_small() -> None:
     card = (folder / "README.md").read_text()
     assert "Apache-2.0" in card
     assert "Not measured yet" not in card
+
+
+def strings(value: Any) -> Iterator[str]:
+    """Every string within a JSON value."""
+    if isinstance(value, str):
+        yield value
+    for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from strings(part)
+
+
+def test_no_config_names_a_place_on_the_machine_that_built_it() -> None:
+    configs = [*embedded_model_path().parent.rglob("*config.json"), *embedded_model_path().rglob("*index.json")]
+    assert len(configs) >= 6
+    for file in configs:
+        values = json.loads(file.read_text())
+        assert not [text for text in strings(values) if re.match(r"/|~|[A-Za-z]:\\|file:", text)], file
 
 
 def test_strict_and_relaxed_decoding_save_passes(pipeline: LanternPipeline) -> None:

@@ -23,6 +23,7 @@ from lantern_hf.training import (
     ConditionedSequences,
     FeatureCache,
     TrainingConfig,
+    describe_rows,
     load_dataset_rows,
     read_rows,
     train_head,
@@ -52,7 +53,8 @@ def run(options: Mapping[str, Any]) -> None:
     with quiet(local=True):
         loaded = load_target(options["model"], resolve_dtype(options["dtype"], device), device, options["device_map"])
         head = _head(options, loaded, config.seed)
-    train, evaluation = _split(ConditionedSequences(rows, loaded.conditioner), options["eval_sequences"])
+    data = ConditionedSequences(rows, loaded.conditioner, source=_source(options))
+    train, evaluation = _split(data, options["eval_sequences"])
     if config.num_workers and not {"input_ids", "tokens"} <= set(rows[0]):
         raise ValueError("--num-workers must be 0 for prompts and images, which the model's own parts read here.")
     cache = options["feature_cache"]
@@ -119,6 +121,14 @@ def _rows(options: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     return rows
 
 
+def _source(options: Mapping[str, Any]) -> list[str]:
+    """What the training data are, for the record; a path on this machine says nothing to anybody else."""
+    if options["data"]:
+        return list(dict.fromkeys(describe_rows(path) for path in options["data"]))
+    name = options["dataset"]
+    return ["a saved dataset" if Path(name).exists() else f"dataset {name}, split {options['split']}"]
+
+
 def _split(data: ConditionedSequences, wanted: int | None) -> tuple[Any, Any]:
     """Keep evenly spaced sequences for evaluation; give the others and these."""
     count = min(int(_EVAL_SHARE * len(data)), _EVAL_MOST) if wanted is None else wanted
@@ -131,7 +141,7 @@ def _split(data: ConditionedSequences, wanted: int | None) -> tuple[Any, Any]:
 def _subset(data: ConditionedSequences, indices: list[int]) -> Any:
     """Some of the sequences, which say who they are."""
     part: Any = Subset(data, indices)
-    part.fingerprint = f"{data.fingerprint} {seed_of(indices)}"
+    part.fingerprint, part.source = f"{data.fingerprint} {seed_of(indices)}", data.source
     return part
 
 

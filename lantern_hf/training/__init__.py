@@ -20,7 +20,13 @@ from lantern_hf.training.features import TargetFeatures, drop_prompts, target_fe
 from lantern_hf.training.forecast import forecast_passes
 from lantern_hf.training.losses import DraftObjective, draft_passes, entry_losses
 from lantern_hf.training.self_distil import DistilConfig, self_distil
-from lantern_hf.training.sequences import ConditionedSequences, load_dataset_rows, read_prompts, read_rows
+from lantern_hf.training.sequences import (
+    ConditionedSequences,
+    describe_rows,
+    load_dataset_rows,
+    read_prompts,
+    read_rows,
+)
 from lantern_hf.training.trainer import train_head
 
 __all__ = [
@@ -36,6 +42,7 @@ __all__ = [
     "TokenSequences",
     "TrainingConfig",
     "collate",
+    "describe_rows",
     "draft_passes",
     "drop_prompts",
     "entry_losses",

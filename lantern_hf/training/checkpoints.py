@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pickle
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,12 +89,13 @@ def newest_checkpoint(folder: Path) -> Checkpoint | None:
     return None
 
 
-def export_head(folder: Path, head: LanternDraftModel) -> None:
-    """Save a head as `save_pretrained` does, every file whole under its name or not there.
+def export_head(folder: Path, head: LanternDraftModel, record: Callable[[Path], Any]) -> None:
+    """Save a head as `save_pretrained` does, and its record, every file whole under its name or not there.
 
     Args:
         folder: Where to; other files there stay.
         head: The head.
+        record: Writes the record of its training into the folder.
 
     Raises:
         OSError: The disk is full, or the folder cannot be written.
@@ -101,6 +103,7 @@ def export_head(folder: Path, head: LanternDraftModel) -> None:
     hint = "The head is in the last checkpoint; make room, and run again to save it."
     with writing(f"The head in {folder}", hint):
         head.save_pretrained(folder)
+        record(folder)
 
 
 def _by_age(folder: Path) -> list[Path]:

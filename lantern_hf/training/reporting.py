@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +61,11 @@ class Reporter:
             shown = {"loss": f"{means['loss']:.4f}", "overlap": f"{means['overlap']:.3f}"}
             self._bar.set_postfix(shown | self._evaluated)
 
-    def evaluation(self, step: int, means: dict[str, float]) -> None:
-        """Report an evaluation."""
+    def evaluation(self, step: int, means: dict[str, float], *, sequences: int, tree: str) -> None:
+        """Report an evaluation on so many sequences, whose tokens per pass are those with `tree`."""
         self._evaluated = {"tokens/pass": f"{means['tokens_per_pass']:.2f}"}
-        self._write(step, {f"eval_{name}": value for name, value in means.items()}, {})
+        about: dict[str, float | str] = {"eval_sequences": sequences, "eval_tree": tree}
+        self._write(step, {f"eval_{name}": value for name, value in means.items()}, about)
 
     def end(self) -> None:
         """Close the trackers that were opened here."""
@@ -72,13 +74,13 @@ class Reporter:
                 tracker.finish()
             self._accelerator.trackers = []
 
-    def _write(self, step: int, values: dict[str, float], untracked: dict[str, float]) -> None:
+    def _write(self, step: int, values: dict[str, float], untracked: Mapping[str, float | str]) -> None:
         """Append a line to the log, and tell the trackers."""
         if self._accelerator.trackers:
             self._accelerator.log(values, step=step)
         if self._log is None:
             return
-        line = json.dumps({"step": step} | values | untracked) + "\n"
+        line = json.dumps({"step": step, **values, **untracked}) + "\n"
         hint = "Checkpoints written before are good; make room, and run again to go on."
         with writing(f"{self._log}", hint), open(self._log, "a", encoding="utf-8") as file:
             file.write(line)

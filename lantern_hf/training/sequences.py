@@ -21,11 +21,12 @@ from torch.utils.data import Dataset
 from lantern_hf.training.conditioning import Conditioner
 from lantern_hf.training.storage import ShardStore
 
-__all__ = ["ConditionedSequences", "load_dataset_rows", "read_prompts", "read_rows"]
+__all__ = ["ConditionedSequences", "describe_rows", "load_dataset_rows", "read_prompts", "read_rows"]
 
 ASKS = ("prompt", "class_label", "input_ids")
 _CAPTIONS = ("prompt", "text", "caption")
 _METADATA = "metadata.jsonl"
+_DRAWN = ("guidance_scale", "top_k", "top_p", "temperature")  # settings of `self_distil` that shape the sequences
 _SAVED = ("state.json", "dataset_dict.json")  # what `save_to_disk` writes of one split, and of several
 
 
@@ -35,13 +36,20 @@ class ConditionedSequences(Dataset):
     Args:
         rows: Rows, see the module.
         conditioner: Speaks for the target; only `input_ids` with `tokens` do without.
+        source: What the rows are, in words (`describe_rows`), for the record of the training.
 
     Raises:
         ValueError: A row lacks what it is to ask or to answer.
     """
 
-    def __init__(self, rows: Sequence[Mapping[str, Any]], conditioner: Conditioner | None = None):
-        self._rows, self._conditioner = rows, conditioner
+    def __init__(
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        conditioner: Conditioner | None = None,
+        *,
+        source: Sequence[str] = (),
+    ):
+        self._rows, self._conditioner, self.source = rows, conditioner, list(source)
         self._tokens: dict[int, Tensor] = {}
         if len(rows):
             _check_row(rows[0], "The first row")
@@ -135,6 +143,23 @@ def read_rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
             "the same settings again, which makes them anew."
         )
     return [row for shard in shards for row in _read_lines(shard)]
+
+
+def describe_rows(path: str | os.PathLike[str]) -> str:
+    """Say what `read_rows` reads from a path, without naming the path.
+
+    Args:
+        path: As `read_rows`, which has read it.
+    """
+    path = Path(path)
+    if path.is_file():
+        return "token sequences"
+    if (path / _METADATA).is_file():
+        return "captioned images"
+    manifest = path / "manifest.json"
+    settings = json.loads(manifest.read_text(encoding="utf-8")).get("settings", {}) if manifest.is_file() else {}
+    shown = ", ".join(f"{name} {settings[name]}" for name in _DRAWN if name in settings)
+    return f"drawn by a model with `lantern-hf distil`{f' ({shown})' if shown else ''}"
 
 
 def read_prompts(path: str | os.PathLike[str], asks: str = "prompt") -> list[dict[str, Any]]:

@@ -33,7 +33,8 @@ from lantern_hf.training.feature_cache import FeatureCache
 from lantern_hf.training.features import frozen
 from lantern_hf.training.losses import DraftObjective, check_output_layer
 from lantern_hf.training.optimization import WeightAverage, make_optimizer
-from lantern_hf.training.reporting import Reporter
+from lantern_hf.training.record import write_record
+from lantern_hf.training.reporting import LOG, Reporter
 from lantern_hf.training.runtime import Sums, autocast, input_device, seeded
 from lantern_hf.training.source import FeatureSource
 from lantern_hf.training.storage import remove_leftovers, writing
@@ -67,8 +68,8 @@ def train_head(
             itself, see `self_distil`.
         config: Settings.
         head: Head to train on, in place; a new one by default.
-        output_dir: Gets `log.jsonl`, `checkpoints/` and at the end the head. Training goes on from the newest
-            checkpoint found there, if there is one. None writes nothing.
+        output_dir: Gets `log.jsonl`, `checkpoints/` and at the end the head with `training.json`, from which its card
+            is written. Training goes on from the newest checkpoint found there, if there is one. None writes nothing.
         eval_dataset: Sequences to evaluate on at each checkpoint and at the end.
         feature_cache: Keeps what the target says about the dataset, so that it runs once an item and not once an epoch.
         accelerator: For training on several processes, and for trackers; settings come from `config`.
@@ -301,7 +302,7 @@ class _Trainer:
                 data, size, tree = self.eval_dataset, config.batch_size, get_tree(config.tree)
                 means = mean_metrics(self.target, objective, data, size, EVAL_DEPTHS, tree, config.seed)
             self.head.train()
-            reporter.evaluation(self.step, means)
+            reporter.evaluation(self.step, means, sequences=len(data), tree=config.tree)
         self.accelerator.wait_for_everyone()
 
     def _save(self) -> None:
@@ -322,6 +323,19 @@ class _Trainer:
             self.head.load_state_dict(self.average.head.state_dict())
         self.head.eval()
         if self.folder is not None and self.accelerator.is_main_process:
-            export_head(self.folder, self.head)
+            export_head(self.folder, self.head, self._write_record)
+            self.head.name_or_path = str(self.folder)  # as if it had been loaded from there
         self.accelerator.wait_for_everyone()
         return self.head
+
+    def _write_record(self, folder: Path) -> None:
+        """Write what a card says of this training."""
+        write_record(
+            folder,
+            folder / LOG,
+            self.config,
+            steps=self.step,
+            processes=self.accelerator.num_processes,
+            sequences=len(self.dataset),
+            source=getattr(self.dataset, "source", ()),
+        )
