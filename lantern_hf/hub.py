@@ -22,7 +22,7 @@ from lantern_hf._hub_card import CardDetails, check_card, merge_card
 from lantern_hf._hub_download import HUB_ARGUMENTS, Repository
 from lantern_hf._hub_results import read_json
 from lantern_hf._hub_upload import Push
-from lantern_hf.attach import LanternMixin
+from lantern_hf.attach import run_generate
 from lantern_hf.draft import LanternDraftModel
 from lantern_hf.draft_files import check_head, fetch_head
 from lantern_hf.head_publishing import head_card, published_config, push_head
@@ -167,11 +167,8 @@ def generate_with_head(
     where = {key: kwargs.pop(key) for key in HUB_ARGUMENTS if key in kwargs} | {"revision": revision}
     if isinstance(assistant, str | Path):
         assistant = head_for(assistant, model, **{key: value for key, value in where.items() if value is not None})
-    # an attached model's own `generate` would take `custom_generate` for a contradiction
-    kind: Any = type(model).__mro__[2] if isinstance(model, LanternMixin) else type(model)
-    return kind.generate(
-        model, *args, custom_generate=lantern_generate, assistant=assistant, lantern_streamer=streamer, **kwargs
-    )
+    loop = {"custom_generate": lantern_generate, "assistant": assistant, "lantern_streamer": streamer}
+    return run_generate(model, args, kwargs | loop)
 
 
 def download_pipeline(name: str, parts: Iterable[str], index: str, **kwargs: Any) -> str:

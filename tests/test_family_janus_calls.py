@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin
 
 from lantern_hf import LanternConfig, attach, decode_images, detach, image_prompts, lantern_generate
+from lantern_hf.hub import generate_with_head
 
 TOKENS = SIDE * SIDE
 
@@ -56,6 +57,15 @@ def test_the_common_generate_does_the_same() -> None:
         max_new_tokens=TOKENS,
     )
     assert torch.equal(output[:, inputs["input_ids"].shape[1] :], expected)
+
+
+def test_a_published_head_makes_images_too() -> None:
+    """What `custom_generate/generate.py` of a published head calls, for a model that nobody attached."""
+    model = tiny_janus()
+    inputs = janus_prompts(2)
+    expected = model.generate(**inputs, generation_mode="image", guidance_scale=3.0)
+    call = {"generation_mode": "image", "guidance_scale": 3.0, "lantern_config": LanternConfig.strict()}
+    assert torch.equal(generate_with_head(model, **inputs, **call, assistant=tiny_head(model)), expected)
 
 
 def test_details_on_request() -> None:
