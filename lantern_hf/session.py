@@ -97,6 +97,8 @@ class Session:
         self._return_dict = bool(generation_config.return_dict_in_generate)
         self._recorder = TokenRecorder.for_call(generation_config, rows, self._processors.expand)
         given = model_kwargs.pop(CACHE_KEYWORD, None)
+        if given is not None and model.__dict__.get("_cache") is given:
+            del model.__dict__["_cache"]  # older releases keep a static cache for the next call; this one stays empty
         self._given_cache = mark_users_cache(given, generation_config.cache_implementation)
         self._prompts = prompt_streams(self.adapter, input_ids, guidance, model_kwargs)
         self._room = new + self.tree.num_nodes
