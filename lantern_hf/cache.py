@@ -180,6 +180,22 @@ def _set_length(layer: Any, length: int) -> None:
         layer.keys, layer.values = layer.keys[:, :, :length], layer.values[:, :, :length]
 
 
+def mark_users_cache(given: Cache | None, implementation: str | None) -> Cache | None:
+    """Mark a cache that a user passed, as newer releases of transformers do themselves; gives it back.
+
+    What `generate` makes is empty, and static only if asked. An empty dynamic cache may be either; it is used as it is.
+
+    Args:
+        given: What a call holds under `CACHE_KEYWORD`.
+        implementation: Its `cache_implementation`.
+    """
+    if given is not None:
+        static = bool(given.layers) and isinstance(given.layers[0], StaticLayer)
+        if (static and implementation is None) or int(given.get_seq_length()):
+            given._is_user_defined = True  # type: ignore[attr-defined]
+    return given
+
+
 def decoding_cache(given: Cache | None, config: Any, *, slots: int, guided: bool) -> tuple[Cache, bool]:
     """Choose the cache of a generation.
 
@@ -211,7 +227,7 @@ def decoding_cache(given: Cache | None, config: Any, *, slots: int, guided: bool
         )
     first = given.layers[0] if given.layers else None
     if not isinstance(first, StaticLayer):
-        return (given, True) if own else (DynamicCache(config=config), not guided)
+        return (DynamicCache(config=config), False) if guided else (given, True)
     if own and first.max_cache_len < slots:
         raise ValueError(
             f"The StaticCache has {first.max_cache_len} slots, but prompt, new tokens and one tree need "

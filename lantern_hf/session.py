@@ -17,7 +17,7 @@ from transformers.utils import ModelOutput
 
 from lantern_hf._host import asking_is_free, on_device
 from lantern_hf.acceptance import TreeVerdict, verify_tree_greedy, walk_tree
-from lantern_hf.cache import CACHE_KEYWORD
+from lantern_hf.cache import CACHE_KEYWORD, mark_users_cache
 from lantern_hf.candidates import CandidateTree
 from lantern_hf.config import LanternConfig
 from lantern_hf.draft import LanternDraftModel
@@ -96,7 +96,10 @@ class Session:
         self._stream = ColumnStream(streamer, self.sequences, self._pad)
         self._return_dict = bool(generation_config.return_dict_in_generate)
         self._recorder = TokenRecorder.for_call(generation_config, rows, self._processors.expand)
-        self._given_cache = model_kwargs.pop(CACHE_KEYWORD, None)
+        given = model_kwargs.pop(CACHE_KEYWORD, None)
+        if given is not None and model.__dict__.get("_cache") is given:
+            del model.__dict__["_cache"]  # older releases keep a static cache for the next call; this one stays empty
+        self._given_cache = mark_users_cache(given, generation_config.cache_implementation)
         self._prompts = prompt_streams(self.adapter, input_ids, guidance, model_kwargs)
         self._room = new + self.tree.num_nodes
         self.stats = DecodingStats(rows, max(self.tree.max_depth, 1))

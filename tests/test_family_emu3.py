@@ -273,7 +273,7 @@ def test_a_begun_image_is_gone_on_with(model: Any, processor: Any) -> None:
 
 def test_a_function_is_told_what_the_stock_method_tells_it(model: Any, processor: Any) -> None:
     """The number of the prompt, where older releases give that of the row."""
-    kwargs = arguments(processor, TEXTS)
+    kwargs = dict(image_inputs(processor, TEXTS))
     del kwargs["image_sizes"]
     stock, ours = ByPlace(model, 4, 4), ByPlace(model, 4, 4)
     kwargs |= {"do_sample": True, "num_return_sequences": 2, "max_new_tokens": 6}

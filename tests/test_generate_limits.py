@@ -256,7 +256,7 @@ def test_caches_are_refused_before_any_work(silent: Any) -> None:
         case.lantern(case.head(), max_new_tokens=4, **{CACHE_KEYWORD: small})
     guided = silent(guidance=2.0)
     with pytest.raises(ValueError, match="together with guidance"):
-        guided.lantern(guided.head(), max_new_tokens=4, **{CACHE_KEYWORD: DynamicCache(config=config)})
+        guided.lantern(guided.head(), max_new_tokens=4, **{CACHE_KEYWORD: StaticCache(config=config, max_cache_len=64)})
     three = silent(rows=3, guidance=2.0)
     three.inputs["negative_prompt_ids"] = three.inputs["negative_prompt_ids"][:2]
     with pytest.raises(ValueError, match="2 rows for 3 sequences"):
