@@ -40,6 +40,7 @@ from lantern_hf._wrappers import unwrap
 from lantern_hf.assets import embedded_model_path
 from lantern_hf.config import LanternConfig
 from lantern_hf.draft import LanternDraftModel
+from lantern_hf.models import llamagen  # noqa: F401  diffusers loads a part only if its module has been imported
 from lantern_hf.stats import DecodingStats
 from lantern_hf.targets import adapter_for
 

@@ -88,7 +88,9 @@ def two(folder: Path, killed: int = 0, kill_at: int | None = None, **kwargs: Any
     pids = [child(work, folder, kill_at if rank == killed else None) for rank, work in enumerate(works)]
     if finish(pids[killed]):
         os.kill(pids[1 - killed], signal.SIGKILL)
-    finish(pids[1 - killed])
+        os.waitpid(pids[1 - killed], 0)  # it may have failed before, missing the other
+    else:
+        finish(pids[1 - killed])
     return [outcome.read_text() if outcome.exists() else "killed" for outcome in outcomes]
 
 

@@ -164,7 +164,7 @@ def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
 def test_parts_that_do_not_fit(tmp_path: Path) -> None:
     source = folder(tmp_path / "target", golden("llamagen_target"), golden_config("llamagen_target"), "safetensors")
     vq = training_file(tmp_path / "vq.pt", golden("llamagen_vq"))
-    with pytest.raises(ValueError, match="`vq_model` has 64 codes, `transformer` draws from 128"):
+    with pytest.raises(ValueError, match="`vq_model` has 64 codes, the target 128"):
         convert_pipeline(source, tmp_path / "out", vq=vq)
     stage = folder(tmp_path / "drafter", golden("llamagen_drafter"), golden_config("llamagen_drafter"), "bin")
     with pytest.raises(ValueError, match="a head for a grid of 16x16; expected 4x4"):

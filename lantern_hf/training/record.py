@@ -70,7 +70,8 @@ def _evaluation(log: Path, step: int) -> dict[str, Any]:
     """What the log holds of the evaluation after a step; empty without one."""
     for line in reversed(log.read_text(encoding="utf-8").splitlines() if log.is_file() else []):
         values = json.loads(line)
-        if values.pop("step") == step and "eval_overlap" in values:
+        # A log that an earlier release wrote does not say what was evaluated.
+        if values.pop("step") == step and "eval_sequences" in values:
             about = {"sequences": values.pop("eval_sequences"), "tree": values.pop("eval_tree")}
             return about | {"metrics": {name.removeprefix("eval_"): value for name, value in values.items()}}
     return {}
