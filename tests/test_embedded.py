@@ -79,7 +79,9 @@ def test_draws_the_same_picture_again(pipeline: LanternPipeline) -> None:
     assert pictures[0].tobytes() == pictures[1].tobytes()
 
 
-def test_strict_greedy_equals_the_models_own_generate(pipeline: LanternPipeline) -> None:
+def test_strict_greedy_equals_the_models_own_generate() -> None:
+    pipeline = embedded_pipeline(dtype=torch.float32)  # in half precision near-ties fall either way
+    pipeline.set_progress_bar_config(disable=True)
     inputs = dict(guidance_scale=3.0, do_sample=False, output_type="latent")
     drafted = pipeline("red heart", lantern_config=LanternConfig.strict("narrow_8"), **inputs)
     plain = pipeline("red heart", lantern_config=None, **inputs)

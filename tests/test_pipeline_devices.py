@@ -13,11 +13,14 @@ import pytest
 import torch
 from accelerate import cpu_offload, disk_offload
 from accelerate.hooks import CpuOffload, add_hook_to_module
+from conftest import OFFLOAD_WARNING
 from family_pipelines import BY_NAME, DRAWERS, TREE, Drawer, every_drawer
 from pipelines import seed, tiny_pipeline
 from torch import nn
 
 from lantern_hf import LanternPipeline
+
+pytestmark = OFFLOAD_WARNING
 
 CPU = torch.device("cpu")
 

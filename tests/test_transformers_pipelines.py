@@ -270,7 +270,7 @@ def test_the_stock_any_to_any_pipeline_carries_a_head(monkeypatch: pytest.Monkey
     stock = pipeline("any-to-any", model=model, processor=processor, device="cpu")
     settings = {"do_sample": False, "max_new_tokens": 6}
     expected = stock(text="a red fox", generate_kwargs=settings)
-    prompt = stock.preprocess({"text": "a red fox"}, processor_kwargs={"generation_mode": "image"})
+    prompt = {"text": "a red fox", **processor(text=["a red fox"], generation_mode="image", return_tensors="pt")}
     image = {"generation_mode": "image", "do_sample": False, "guidance_scale": 3.0}
     codes = stock.forward(dict(prompt), generate_kwargs=image)["generated_sequence"]
     attach(model)

@@ -227,6 +227,10 @@ class LlamaGenForConditionalGeneration(LlamaGenPreTrainedModel, GenerationMixin)
             kwargs["caption_embeds"] = None
         return super().prepare_inputs_for_generation(input_ids, next_sequence_length=next_sequence_length, **kwargs)
 
+    def _validate_model_kwargs(self, model_kwargs: dict) -> None:
+        """Older releases look for their name of the cache among the arguments of `forward`, which has the newer."""
+        super()._validate_model_kwargs({name: value for name, value in model_kwargs.items() if name != CACHE_KEYWORD})
+
     def forward(
         self,
         input_ids: Tensor | None = None,
