@@ -230,7 +230,7 @@ class LlamaGenForConditionalGeneration(LlamaGenPreTrainedModel, GenerationMixin)
     def _validate_model_kwargs(self, model_kwargs: dict) -> None:
         """Older releases look for their name of the cache among the arguments of `forward`, which has the newer."""
         others = {name: value for name, value in model_kwargs.items() if name != CACHE_KEYWORD}
-        super()._validate_model_kwargs(others)  # type: ignore[misc]  transformers types it for another base
+        super()._validate_model_kwargs(others)  # type: ignore[misc]  # transformers types it for another base
 
     def forward(
         self,
