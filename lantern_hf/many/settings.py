@@ -81,7 +81,7 @@ def conditioning(pipe: LanternPipeline, prompts: Sequence[str]) -> dict[str, Any
     Raises:
         ValueError: The model draws classes, and a prompt is the number of none.
     """
-    if getattr(pipe.transformer.config, "conditioning", "text") == "text":
+    if pipe._adapter.asks == "prompt":
         return {"prompt": list(prompts)}
     if wrong := [prompt for prompt in prompts if not prompt.strip().isdecimal()]:
         raise ValueError(f"This model draws classes: a prompt must be the number of one, got {wrong[0]!r}.")

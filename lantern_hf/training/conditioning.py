@@ -72,7 +72,7 @@ class PipelineConditioner:
         self._pipe = pipe
         self.target: PreTrainedModel = pipe.transformer
         self.num_tokens: int | None = pipe.transformer.config.num_image_tokens
-        self.asks = "class_label" if pipe.transformer.config.conditioning == "class" else "prompt"
+        self.asks = "class_label" if pipe._adapter.asks == "class_labels" else "prompt"
 
     @property
     def fingerprint(self) -> str:
