@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 EMOJI = Path(__file__).parent.parent / "examples" / "emoji"
 STYLES = ["noto", "fluent flat"]
@@ -31,11 +32,27 @@ def draw_data(path: Path) -> None:
     np.savez_compressed(path, images=images, captions=captions, styles=np.array(STYLES * 20))
 
 
+def test_only_the_text_tells_a_blind_row(scripts: None) -> None:
+    from train_target import corrupt
+
+    codes = torch.arange(64)[:, None].expand(64, 256)  # picture i is all i
+    blind = torch.arange(64) % 2 == 0
+    context = corrupt(codes, 0.2, blind, torch.Generator().manual_seed(0))
+    own = (context == codes).float().mean(1)
+    assert (own[~blind] > 0.7).all()
+    assert (own[~blind] < 1).any()
+    assert (own[blind] < 0.1).all()
+    of_one_picture = (context == context[:, :1]).all(1)
+    assert 8 < of_one_picture[blind].sum() < 24
+    assert torch.equal(context[blind & of_one_picture], codes.roll(1, 0)[blind & of_one_picture])
+
+
 def test_trains_a_bundle_that_draws(scripts: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import build_bundle
     import train_head
     import train_target
     import train_vq
+    from common import load_checkpoint
 
     from lantern_hf import LanternPipeline
 
@@ -47,11 +64,15 @@ def test_trains_a_bundle_that_draws(scripts: None, tmp_path: Path, capsys: pytes
     )
     train_vq.train(vq)
     target: dict = {"vq": vq.out, "out": tmp_path / "target", "num_codes": 32, "layers": 2, "hidden": 32, "lr": 1e-3}
-    target |= {"corruption": 0.3, "save_every": 2, "compile": False}
-    train_target.train(Namespace(**common, **target, steps=2))
-    train_target.train(Namespace(**common, **target, steps=4))  # goes on from step 2
+    target |= {"corruption": 0.3, "blind": 0.0, "save_every": 2, "compile": False}
+    train_target.train(Namespace(**common, **target, init=None, steps=2))
+    train_target.train(Namespace(**common, **target, init=None, steps=4))  # goes on from step 2
     steps = (tmp_path / "target" / "log.jsonl").read_text().splitlines()
     assert len([line for line in steps if '"nll"' in line]) == 2
+    blind = target | {"out": tmp_path / "blind", "blind": 0.5, "lr": 0.0}
+    train_target.train(Namespace(**common, **blind, init=tmp_path / "target" / "checkpoint.pt", steps=2))
+    first, started = (load_checkpoint(tmp_path / name / "checkpoint.pt") for name in ("target", "blind"))
+    assert all(torch.equal(value, started["model"][name]) for name, value in first["model"].items())
     head = {"vq": vq.out, "target": tmp_path / "target", "out": tmp_path / "head"}
     few = "--steps 2 --warmup-steps 1 --batch-size 2 --head-intermediate 48 --unroll-steps 1 --eval-sequences 2"
     train_head.main(Namespace(**common, **head), [*few.split(), "--mixed-precision", "no"])

@@ -87,15 +87,20 @@ class TextToCodes(nn.Module):
         return target.image_logits(hidden[:, prefix - 1 :])
 
 
-def corrupt(codes: Tensor, most: float, generator: torch.Generator) -> Tensor:
+def corrupt(codes: Tensor, most: float, blind: Tensor, generator: torch.Generator) -> Tensor:
     """Replace a share of each picture's codes by codes of the whole batch: `most * u**2`, u uniform.
 
     A few true codes give a training picture away, and then the text has nothing to add; where most of them are false,
-    only the text can tell. It also keeps the target from learning the pictures by heart.
+    only the text can tell. It also keeps the target from learning the pictures by heart. In rows of `blind` (bool,
+    `(B,)`) no code is true: half of them get false codes, half the codes of another picture, which look right.
     """
     rate = most * torch.rand(len(codes), 1, generator=generator).square()
     others = codes.flatten()[torch.randint(codes.numel(), codes.shape, generator=generator)]
-    return torch.where(torch.rand(codes.shape, generator=generator) < rate, others, codes)
+    swapped = torch.rand(len(codes), 1, generator=generator) < 0.5
+    others = torch.where(blind[:, None] & swapped, codes.roll(1, 0), others)
+    return torch.where(
+        torch.rand(codes.shape, generator=generator) < rate.masked_fill(blind[:, None], 1.0), others, codes
+    )
 
 
 def build_optimizers(model: TextToCodes) -> list[torch.optim.Optimizer]:
@@ -153,6 +158,10 @@ def train(args: argparse.Namespace) -> None:
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         step, elapsed = state["step"], state["seconds"]
+    elif args.init:
+        if (state := load_checkpoint(args.init)) is None:
+            raise FileNotFoundError(f"--init {args.init}: no such file; give the checkpoint.pt of an earlier run.")
+        model.load_state_dict(state["model"])
     if args.compile:
         with (
             torch.no_grad()
@@ -166,10 +175,11 @@ def train(args: argparse.Namespace) -> None:
         chosen = seen[torch.randint(len(seen), (args.batch_size,), generator=generator)]
         prompts = [training_prompt(str(emoji.captions[i]), str(emoji.styles[i]), generator) for i in chosen.tolist()]
         drop = torch.rand(args.batch_size, generator=generator) < 0.1
+        blind = (torch.rand(args.batch_size, generator=generator) < args.blind) & ~drop
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = args.lr * group["scale"] * warmup_cosine(step, args.steps, 100)
-        context = corrupt(codes[chosen], args.corruption, generator)
+        context = corrupt(codes[chosen], args.corruption, blind, generator)
         with torch.autocast("cpu", torch.bfloat16, enabled=args.bf16):
             logits = model(prompts, context, drop)
         loss = F.cross_entropy(logits.float().flatten(0, 1), codes[chosen].flatten())
@@ -214,6 +224,8 @@ if __name__ == "__main__":
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--corruption", type=float, default=0.9, help="largest share of false input codes")
+    parser.add_argument("--blind", type=float, default=0.0, help="share of pictures that only the text tells")
+    parser.add_argument("--init", type=Path, help="checkpoint.pt of an earlier run, whose weights to start from")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save-every", type=int, default=250)
     parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=True)
