@@ -175,7 +175,7 @@ def train(args: argparse.Namespace) -> None:
         chosen = seen[torch.randint(len(seen), (args.batch_size,), generator=generator)]
         prompts = [training_prompt(str(emoji.captions[i]), str(emoji.styles[i]), generator) for i in chosen.tolist()]
         drop = torch.rand(args.batch_size, generator=generator) < 0.1
-        blind = (torch.rand(args.batch_size, generator=generator) < args.blind) & ~drop
+        blind = (torch.rand(args.batch_size, generator=generator) < args.blind * (1 - step / args.steps)) & ~drop
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = args.lr * group["scale"] * warmup_cosine(step, args.steps, 100)
@@ -224,7 +224,7 @@ if __name__ == "__main__":
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--corruption", type=float, default=0.9, help="largest share of false input codes")
-    parser.add_argument("--blind", type=float, default=0.0, help="share of pictures that only the text tells")
+    parser.add_argument("--blind", type=float, default=0.0, help="share of pictures that only the text tells, at first")
     parser.add_argument("--init", type=Path, help="checkpoint.pt of an earlier run, whose weights to start from")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save-every", type=int, default=250)
