@@ -64,12 +64,12 @@ def test_trains_a_bundle_that_draws(scripts: None, tmp_path: Path, capsys: pytes
     )
     train_vq.train(vq)
     target: dict = {"vq": vq.out, "out": tmp_path / "target", "num_codes": 32, "layers": 2, "hidden": 32, "lr": 1e-3}
-    target |= {"corruption": 0.3, "blind": 0.0, "save_every": 2, "compile": False}
+    target |= {"corruption": 0.3, "blind": 0.0, "only": None, "save_every": 2, "compile": False}
     train_target.train(Namespace(**common, **target, init=None, steps=2))
     train_target.train(Namespace(**common, **target, init=None, steps=4))  # goes on from step 2
     steps = (tmp_path / "target" / "log.jsonl").read_text().splitlines()
     assert len([line for line in steps if '"nll"' in line]) == 2
-    blind = target | {"out": tmp_path / "blind", "blind": 0.5, "lr": 0.0}
+    blind = target | {"out": tmp_path / "blind", "blind": 0.5, "only": STYLES[1:], "lr": 0.0}
     train_target.train(Namespace(**common, **blind, init=tmp_path / "target" / "checkpoint.pt", steps=2))
     first, started = (load_checkpoint(tmp_path / name / "checkpoint.pt") for name in ("target", "blind"))
     assert all(torch.equal(value, started["model"][name]) for name, value in first["model"].items())

@@ -143,10 +143,8 @@ def train(args: argparse.Namespace) -> None:
     torch.manual_seed(args.seed)
     emoji: EmojiSet = load_emoji(args.data, args.styles)
     codes = encode_images(args.vq, emoji.images)
-    seen, held_out = (
-        torch.from_numpy(~emoji.held_out).nonzero().flatten(),
-        torch.from_numpy(emoji.held_out).nonzero().flatten(),
-    )
+    drawn = np.isin(emoji.styles, args.only or args.styles)
+    seen, held_out = (torch.from_numpy(drawn & mask).nonzero().flatten() for mask in (~emoji.held_out, emoji.held_out))
     tokenizer = build_tokenizer([str(c) for c in emoji.captions[~emoji.held_out]], args.styles)
     encoder = build_text_encoder(len(tokenizer))
     target = build_target(args.num_codes, args.layers, args.hidden, encoder.config.d_model)
@@ -217,6 +215,7 @@ if __name__ == "__main__":
     parser.add_argument("--vq", type=Path, default=Path("runs/vq"))
     parser.add_argument("--out", type=Path, default=Path("runs/target"))
     parser.add_argument("--styles", nargs="*", default=["noto", "fluent flat"])
+    parser.add_argument("--only", nargs="*", help="styles to train on; those of --styles stay words of the tokenizer")
     parser.add_argument("--num-codes", type=int, default=512)
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--hidden", type=int, default=160)
