@@ -30,7 +30,8 @@ def run(options: Mapping[str, Any]) -> None:
     state = process_state(cpu=options["device"] == "cpu")
     device = resolve_device(options["device"], state.device)
     with quiet(local=True):
-        loaded = load_target(options["model"], resolve_dtype(options["dtype"], device), device, options["device_map"])
+        size, dtype = (options["height"], options["width"]), resolve_dtype(options["dtype"], device)
+        loaded = load_target(options["model"], dtype, device, options["device_map"], size)
         assistant = _assistant(options, loaded)
     if loaded.conditioner is None:
         raise ValueError("This model has no processor or tokenizer, so it cannot be asked by text. Use one that has.")

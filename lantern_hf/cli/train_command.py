@@ -45,6 +45,8 @@ def train(
         Str, typer.Option(help="In place of --data: Hub id or folder, read by `datasets`.", rich_help_panel=_DATA)
     ] = None,
     split: Annotated[str, typer.Option(help="Split of --dataset.", rich_help_panel=_DATA)] = "train",
+    height: shared.Height = None,
+    width: shared.Width = None,
     eval_sequences: Annotated[
         Int,
         typer.Option(
@@ -202,6 +204,8 @@ def distil(
     sequences_per_prompt: Annotated[
         Int, typer.Option(min=1, help="Sequences of each prompt.", show_default="1", rich_help_panel=_DATA)
     ] = None,
+    height: shared.Height = None,
+    width: shared.Width = None,
     guidance_scale: Annotated[
         Float,
         typer.Option(help="Guidance; 1 is off.", show_default="the pipeline's, or 1", rich_help_panel=_DRAWS),

@@ -8,12 +8,16 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoProcessor, PreTrainedModel
+from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING as _READERS,
+)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, PreTrainedModel
 from transformers.utils import cached_file
 
 from lantern_hf.cli.setup import load_pipeline
 from lantern_hf.models import llamagen  # noqa: F401  registers LlamaGen with transformers' Auto classes
 from lantern_hf.pipeline import LanternPipeline
+from lantern_hf.targets import adapter_for
 from lantern_hf.training import Conditioner, PipelineConditioner, ProcessorConditioner
 
 _INDEX = "model_index.json"
@@ -34,7 +38,13 @@ class LoadedTarget:
     pipe: LanternPipeline | None
 
 
-def load_target(model: str | None, dtype: torch.dtype, device: torch.device, device_map: str | None) -> LoadedTarget:
+def load_target(
+    model: str | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    device_map: str | None,
+    size: tuple[int | None, int | None] = (None, None),
+) -> LoadedTarget:
     """Load a target.
 
     Args:
@@ -42,26 +52,30 @@ def load_target(model: str | None, dtype: torch.dtype, device: torch.device, dev
         dtype: Dtype of the target.
         device: Where it goes without a device map.
         device_map: accelerate's placement of a transformers model, such as `"auto"`.
+        size: Height and width in pixels of its images; None is the family's own.
 
     Raises:
         ValueError: The model cannot be loaded, or a pipeline was to be spread by a device map.
     """
+    sides = dict(zip(("height", "width"), size, strict=True))
     if model is None or _is_pipeline(model):
         if device_map is not None:
             raise ValueError("--device-map spreads transformers models; a pipeline goes to one --device. Leave it out.")
         pipe = load_pipeline(model, dtype).to(device)
-        return LoadedTarget(pipe.transformer, PipelineConditioner(pipe), pipe)
+        return LoadedTarget(pipe.transformer, PipelineConditioner(pipe, **sides), pipe)
     try:
         config = AutoConfig.from_pretrained(model)
-        architecture = (config.architectures or [""])[0]
-        loader: Any = getattr(transformers, architecture, AutoModelForCausalLM)
+        architecture = (config.architectures or [""])[0]  # which may be a name of the publisher's own
+        read = AutoModelForImageTextToText if type(config) in _READERS else AutoModelForCausalLM
+        loader: Any = getattr(transformers, architecture, read)
         target = loader.from_pretrained(model, dtype=dtype, device_map=device_map).eval()
     except (OSError, ValueError) as error:
         raise ValueError(f"--model {model!r} cannot be loaded: {error}") from error
     if device_map is None:
         target.to(device)
     processor = _processor(model)
-    return LoadedTarget(target, None if processor is None else ProcessorConditioner(target, processor), None)
+    speaks = processor is not None or adapter_for(target).asks == "class_labels"
+    return LoadedTarget(target, ProcessorConditioner(target, processor, **sides) if speaks else None, None)
 
 
 def _is_pipeline(model: str) -> bool:

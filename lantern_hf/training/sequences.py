@@ -1,7 +1,8 @@
 """Training data as people have it: JSON lines, folders of images, folders that `self_distil` wrote, `datasets`.
 
 A row says what the target is asked for, `"prompt"`, `"class_label"` or the ids themselves (`"input_ids"`), and what it
-is to answer: `"tokens"` (token ids) or an image, which the target's own VQ model turns into tokens.
+is to answer: `"tokens"` (token ids) or an image, which the target's own VQ model turns into tokens. For families of
+several sizes it may say of what size, `"height"` and `"width"` in pixels.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lantern_hf.training.conditioning import Conditioner
+from lantern_hf.training.conditioning import SIDES, Conditioner
 from lantern_hf.training.storage import ShardStore
 
 __all__ = ["ConditionedSequences", "describe_rows", "load_dataset_rows", "read_prompts", "read_rows"]
 
 ASKS = ("prompt", "class_label", "input_ids")
+_ALONG = ("attention_mask", "image_grid_thw")  # what may stand beside `input_ids`
 _CAPTIONS = ("prompt", "text", "caption")
 _METADATA = "metadata.jsonl"
 _DRAWN = ("guidance_scale", "top_k", "top_p", "temperature")  # settings of `self_distil` that shape the sequences
@@ -84,7 +86,7 @@ class ConditionedSequences(Dataset):
     def _prompts(self, rows: list[Mapping[str, Any]]) -> list[dict[str, Tensor]]:
         """What the target is asked."""
         if "input_ids" in rows[0]:
-            names = [name for name in ("input_ids", "attention_mask") if name in rows[0]]
+            names = [name for name in ("input_ids", *_ALONG) if name in rows[0]]
             return [{name: torch.as_tensor(row[name]).long() for name in names} for row in rows]
         return self._speaker().encode_prompts(rows)
 
@@ -95,7 +97,8 @@ class ConditionedSequences(Dataset):
         missing = [place for place, index in enumerate(indices) if index not in self._tokens]
         if missing:
             images = [_image(rows[place]["image"]) for place in missing]
-            for place, tokens in zip(missing, self._speaker().encode_images(images), strict=True):
+            asked = [rows[place] for place in missing]
+            for place, tokens in zip(missing, self._speaker().encode_images(images, asked), strict=True):
                 self._tokens[indices[place]] = tokens.int()
         return [self._tokens[index].long() for index in indices]
 
@@ -223,7 +226,7 @@ def load_dataset_rows(name: str, split: str = "train", **kwargs: Any) -> Sequenc
     caption = next((column for column in _CAPTIONS if column in data.column_names), None)
     if caption not in (None, "prompt"):
         data = data.rename_column(caption, "prompt")
-    known = [column for column in (*ASKS, "attention_mask", "tokens", "image") if column in data.column_names]
+    known = [column for column in (*ASKS, *_ALONG, *SIDES, "tokens", "image") if column in data.column_names]
     if not {"tokens", "image"} & set(known) or not set(ASKS) & set(known):
         raise ValueError(
             f"{name} has the columns {data.column_names}. Training needs one of {', '.join((*ASKS, *_CAPTIONS[1:]))} "
