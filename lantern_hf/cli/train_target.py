@@ -11,7 +11,14 @@ import transformers
 from transformers import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING as _READERS,
 )
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    PreTrainedModel,
+)
 from transformers.utils import cached_file
 
 from lantern_hf.cli.setup import load_pipeline
@@ -92,10 +99,13 @@ def _is_pipeline(model: str) -> bool:
 
 
 def _processor(model: str) -> Any:
-    """The model's processor or tokenizer; None when it has none."""
-    try:
-        processor = AutoProcessor.from_pretrained(model)
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    reads_text = hasattr(getattr(processor, "tokenizer", processor), "convert_tokens_to_ids")
-    return processor if reads_text else None
+    """The model's processor, or its tokenizer where no processor is whole; None when it has neither."""
+    for kind in (AutoProcessor, AutoTokenizer):
+        try:
+            processor = kind.from_pretrained(model)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            continue
+        # Of a folder without one, transformers makes an empty tokenizer.
+        if getattr(getattr(processor, "tokenizer", processor), "vocab_size", 0):
+            return processor
+    return None
