@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from command_line import call, check_refused
-from conftest import tiny_head
+from conftest import tiny_head, tiny_llama
+from pipelines import tiny_class_pipeline, tiny_pipeline
 from tiny_chameleon import tiny_lumina, tiny_tokenizer
 from tiny_emu3 import emu3_processor, tiny_emu3
 from tiny_families import janus_processor, tiny_janus
@@ -20,6 +21,7 @@ from lantern_hf.attach import run_generate
 from lantern_hf.training import (
     ConditionedSequences,
     DistilConfig,
+    PipelineConditioner,
     ProcessorConditioner,
     TrainingConfig,
     evaluate_head,
@@ -140,10 +142,11 @@ def test_the_commands_on_a_checkpoint_of_a_class_that_only_its_publisher_has(wor
     config = json.loads((work / "lumina/config.json").read_text())
     config["architectures"] = ["ChameleonXLLMXForConditionalGeneration"]
     (work / "lumina/config.json").write_text(json.dumps(config))
-    (work / "prompts.jsonl").write_text('{"prompt": "word1 word2"}\n')
-    size = ("--height", 8, "--width", 12)
-    result = call("distil", "--model", "./lumina", "--prompts", "prompts.jsonl", "--guidance-scale", 3, *size)
+    (work / "prompts.jsonl").write_text('{"prompt": "word1 word2", "height": 8, "width": 12}\n')
+    result = call("distil", "--model", "./lumina", "--prompts", "prompts.jsonl")
     assert result.exit_code == 0, result.stderr
+    settings = json.loads((work / "runs/sequences/manifest.json").read_text())["settings"]
+    assert (settings["guidance_scale"], settings["top_k"]) == (3.0, 2000)  # the family's
     rows = read_rows(work / "runs/sequences")
     conditioner = BY_NAME["lumina"].conditioner()
     batch, adapter = batch_of(conditioner, rows, rows[0]["tokens"][None].long())
@@ -203,6 +206,14 @@ def test_conditioners_that_cannot_speak_are_refused() -> None:
         BY_NAME["anole"].conditioner().encode_prompts([{"prompt": " "}])
     with pytest.raises(ValueError, match="asked by `prompt`, which a row lacks; it has \\['class_label'\\]"):
         BY_NAME["janus"].conditioner().encode_prompts([{"class_label": 1}])
+    with pytest.raises(ValueError, match="draws classes in one size"):
+        PipelineConditioner(tiny_class_pipeline(), height=16, width=16).check()
+    with pytest.raises(ValueError, match="LlamaGen takes no `height`"):
+        PipelineConditioner(tiny_pipeline(head=False), height=16).check()
+    with pytest.raises(ValueError, match="draws no images, so it takes no `height`"):
+        ProcessorConditioner(tiny_llama(), tiny_tokenizer(), height=16)
+    with pytest.raises(ValueError, match="`width` must be a whole number of pixels, at least 1, got '32'"):
+        BY_NAME["emu3"].conditioner().encode_prompts([{"prompt": "hi", "height": 24, "width": "32"}])
 
 
 def test_the_commands_refuse_what_the_family_does_not_have(work: Path) -> None:

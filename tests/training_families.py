@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 from family_pipelines import DRAWERS
-from pipelines import tiny_pipeline
 from tiny_families import glm_image_processor, tiny_glm_image
 
-from lantern_hf.training import PipelineConditioner, ProcessorConditioner, TokenBatch, collate
+from lantern_hf.training import ProcessorConditioner, TokenBatch, collate
 from lantern_hf.training.binding import bound_adapter
 
 
@@ -84,8 +83,3 @@ def any_image(conditioner: Any, rows: int, seed: int = 0) -> torch.Tensor:
         len(layout.token_ids), (rows, len(layout.forced)), generator=torch.Generator().manual_seed(seed)
     )
     return torch.where(layout.forced < 0, layout.token_ids[codes], layout.forced)
-
-
-def llamagen_conditioner() -> PipelineConditioner:
-    """The conditioner of a tiny LlamaGen, which has no processor but a pipeline."""
-    return PipelineConditioner(tiny_pipeline(head=False))

@@ -163,7 +163,6 @@ class _ImageConditioner:
                 f"{wrong[0][0]} would become {wrong[0][1]}."
             )
 
-    @torch.no_grad()
     def encode_prompts(self, rows: Sequence[Row]) -> list[dict[str, Tensor]]:
         """See `Conditioner`. Prompts longer than LlamaGen's prefix are cut, as its training cut them."""
         encoded: dict[int, dict[str, Tensor]] = {}
@@ -208,6 +207,9 @@ class _ImageConditioner:
         height, width = (
             own if row.get(name) is None else row[name] for name, own in zip(SIDES, self.size, strict=True)
         )
+        for name, side in zip(SIDES, (height, width), strict=True):
+            if side is not None and (not isinstance(side, int) or side < 1):
+                raise ValueError(f"`{name}` must be a whole number of pixels, at least 1, got {side!r}.")
         return height, width
 
     def _by_size(self, rows: Sequence[Row]) -> dict[Size, list[int]]:
@@ -217,6 +219,7 @@ class _ImageConditioner:
             groups.setdefault(self._size_of(row), []).append(place)
         return groups
 
+    @torch.no_grad()
     def _arguments(self, rows: Sequence[Row], size: Size, *, guided: bool = False) -> dict[str, Any]:
         """Arguments of `generate` for rows of one size, as a pipeline would pass them."""
         adapter = self._adapter
@@ -244,7 +247,6 @@ class PipelineConditioner(_ImageConditioner):
     """
 
     def __init__(self, pipe: LanternPipeline, *, height: int | None = None, width: int | None = None):
-        self._pipe = pipe
         super().__init__(pipe._target, pipe._parts, pipe._options, (height, width))
 
 

@@ -173,7 +173,7 @@ def read_prompts(path: str | os.PathLike[str], asks: str = "prompt") -> list[dic
         asks: What the target is asked by, `"prompt"` or `"class_label"`.
 
     Returns:
-        Rows that hold `asks` alone.
+        Rows that hold `asks`, and `"height"` and `"width"` where JSON lines have them.
 
     Raises:
         FileNotFoundError: Nothing is there.
@@ -185,17 +185,20 @@ def read_prompts(path: str | os.PathLike[str], asks: str = "prompt") -> list[dic
             f"Prompts {path} do not exist. Name a text file with one prompt a line, or a .jsonl file."
         )
     if path.suffix == ".jsonl":
-        found = [(number, row.get(asks)) for number, row in enumerate(_read_lines(path, check=False), start=1)]
+        rows = list(_read_lines(path, check=False))
+        found = [(number, row.get(asks)) for number, row in enumerate(rows, start=1)]
+        sizes = [{side: row[side] for side in SIDES if row.get(side) is not None} for row in rows]
     else:
         lines = path.read_text(encoding="utf-8").splitlines()
         found = [(number, line.strip()) for number, line in enumerate(lines, start=1) if line.strip()]
+        sizes = [{} for _ in found]
     if asks == "class_label":
         found = [(number, int(str(value)) if str(value).isdecimal() else None) for number, value in found]
     if wrong := [number for number, value in found if value in (None, "")]:
         raise ValueError(f"{path}, line {wrong[0]}: this target is asked by `{asks}`, and there is none.")
     if not found:
         raise ValueError(f"{path} holds no prompt. Write one a line.")
-    return [{asks: value} for _, value in found]
+    return [{asks: value} | size for (_, value), size in zip(found, sizes, strict=True)]
 
 
 def load_dataset_rows(name: str, split: str = "train", **kwargs: Any) -> Sequence[Mapping[str, Any]]:
@@ -226,7 +229,9 @@ def load_dataset_rows(name: str, split: str = "train", **kwargs: Any) -> Sequenc
     caption = next((column for column in _CAPTIONS if column in data.column_names), None)
     if caption not in (None, "prompt"):
         data = data.rename_column(caption, "prompt")
-    known = [column for column in (*ASKS, *_ALONG, *SIDES, "tokens", "image") if column in data.column_names]
+    # Beside images such columns say how large these are, and not what to ask for.
+    sides = SIDES if "tokens" in data.column_names else ()
+    known = [column for column in (*ASKS, *_ALONG, *sides, "tokens", "image") if column in data.column_names]
     if not {"tokens", "image"} & set(known) or not set(ASKS) & set(known):
         raise ValueError(
             f"{name} has the columns {data.column_names}. Training needs one of {', '.join((*ASKS, *_CAPTIONS[1:]))} "
