@@ -64,7 +64,7 @@ def load_target(
     Raises:
         ValueError: The model cannot be loaded, or a pipeline was to be spread by a device map.
     """
-    sides = dict(zip(("height", "width"), size, strict=True))
+    sides: dict[str, Any] = dict(zip(("height", "width"), size, strict=True))
     if model is None or _is_pipeline(model):
         if device_map is not None:
             raise ValueError("--device-map spreads transformers models; a pipeline goes to one --device. Leave it out.")

@@ -29,6 +29,7 @@ __all__ = ["Conditioner", "PipelineConditioner", "ProcessorConditioner", "fit_im
 
 Row = Mapping[str, Any]
 Size = tuple[int | None, int | None]
+Tokens = Tensor | list[Tensor]
 
 SIDES = ("height", "width")
 _SAMPLE: Row = {"prompt": "a", "class_label": 0}
@@ -76,7 +77,7 @@ class Conditioner(Protocol):
             ValueError: A row asks for something that the target cannot be asked for.
         """
 
-    def encode_images(self, images: Sequence[PIL.Image.Image], rows: Sequence[Row] | None = None) -> Sequence[Tensor]:
+    def encode_images(self, images: Sequence[PIL.Image.Image], rows: Sequence[Row] | None = None) -> Tokens:
         """Give the tokens that the target would generate for images, each `(T,)` int64 on the CPU.
 
         Args:
@@ -109,7 +110,9 @@ class _ImageConditioner:
     """Conditioner of a target that draws images; arguments as the attributes of `Conditioner`, and parts beside it."""
 
     def __init__(self, target: PreTrainedModel, parts: Parts, options: Mapping[str, Any], size: Size):
-        self.target, self.target_options, self.size = target, dict(options), size
+        self.target: PreTrainedModel = target
+        self.target_options: Mapping[str, Any] = dict(options)
+        self.size: Size = size
         self.asks = "class_label" if self._adapter.asks == "class_labels" else "prompt"
         self._parts = parts
         self._counts: dict[Size, int] = {}
@@ -175,10 +178,11 @@ class _ImageConditioner:
         return [encoded[place] for place in range(len(rows))]
 
     @torch.no_grad()
-    def encode_images(self, images: Sequence[PIL.Image.Image], rows: Sequence[Row] | None = None) -> Sequence[Tensor]:
+    def encode_images(self, images: Sequence[PIL.Image.Image], rows: Sequence[Row] | None = None) -> Tokens:
         """See `Conditioner`; the image processor's mean and deviation are used where there is one."""
         adapter, vq_model = self._adapter, self._parts.vq_model
-        unit, encoded = adapter.pixels_per_code(vq_model), {}
+        unit = adapter.pixels_per_code(vq_model)
+        encoded: dict[int, Tensor] = {}
         for size, places in self._by_size([{}] * len(images) if rows is None else rows).items():
             (height, width), forced, token_ids = self._layout(size)
             fitted = [fit_image(images[place], width * unit, height * unit) for place in places]
