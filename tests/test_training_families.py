@@ -15,7 +15,7 @@ from tiny import STEPS
 from torch import Tensor
 from training_families import BY_NAME, PUPILS, Pupil, any_image, batch_of, every_pupil
 
-from lantern_hf import LanternConfig, LanternPipeline, image_prompts, lantern_generate
+from lantern_hf import DraftTree, LanternConfig, LanternPipeline, image_prompts, lantern_generate
 from lantern_hf.candidates import LanternCandidateGenerator
 from lantern_hf.models.vq import encode_pixels
 from lantern_hf.training import (
@@ -27,6 +27,7 @@ from lantern_hf.training import (
     TrainingConfig,
     collate,
     draft_passes,
+    forecast_passes,
     read_rows,
     self_distil,
     target_features,
@@ -221,6 +222,32 @@ def test_only_what_is_drawn_is_learnt_and_only_over_what_may_come(name: str) -> 
     overlap, entropy = torch.minimum(p, q).sum(-1), -(p * q.log()).sum(-1)
     for found, values in ((rows["overlap"], overlap), (rows["distribution_loss"], entropy)):
         torch.testing.assert_close(found, values[:, ~forced].mean(1), atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_the_forecast_takes_what_must_come_for_free() -> None:
+    """A tree of one node: its share is min(1, q / p) where a code is drawn, and 1 where a row or the image ends."""
+    pupil = BY_NAME["emu3"]
+    conditioner = pupil.conditioner()
+    batch, adapter = batch_of(conditioner, pupil.rows, any_image(conditioner, 2))
+    features, head = target_features(adapter, batch), tiny_head(conditioner.target)
+    predicted = forecast_passes(head, features, adapter, batch, DraftTree.from_choices([[0]]))
+    p, q = (
+        adapter.logits(states)[..., : adapter.num_codes].softmax(-1)
+        for states in (features.next_hidden[:, features.start :], next(draft_passes(head, features)))
+    )
+    columns = adapter.columns_of(batch.tokens[:, 1:])
+    at = columns.clamp_max(adapter.num_codes - 1)[..., None]
+    drawn = (q.gather(-1, at) / p.gather(-1, at)).clamp_max(1)[..., 0]
+    share = torch.where(columns < adapter.num_codes, drawn, 1.0)
+    assert int((columns >= adapter.num_codes).sum()) == 2 * 6
+    count = share.shape[1]
+    for row in range(2):
+        root = [1.0] + [0.0] * (count + 1)
+        for index in range(count):
+            root[index + 1] += root[index] * (1 - float(share[row, index]))
+            root[index + 2] += root[index] * float(share[row, index])
+        assert float(predicted["passes"][row]) == pytest.approx(sum(root[:count]), rel=1e-4)
 
 
 @pytest.mark.parametrize("name", ["emu3", "lumina", "glm_image"])
