@@ -21,6 +21,13 @@ def family_defaults(model: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     return dict(adapter_class(model, options.get("family")).defaults)
 
 
+def own_settings(model: Any) -> dict[str, Any]:
+    """Give the settings of `generate` that a model's generation config names."""
+    named = model.generation_config.to_diff_dict()
+    names = ("guidance_scale", "top_k", "top_p", "temperature")
+    return {name: named[name] for name in names if named.get(name) is not None}
+
+
 @dataclass
 class Parts:
     """What a pipeline has beside its model; families need different ones."""

@@ -11,7 +11,7 @@ from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
-from lantern_hf._pipeline_arguments import Parts
+from lantern_hf._pipeline_arguments import Parts, own_settings
 from lantern_hf._pipeline_progress import DecodingProgress
 from lantern_hf._placement import read_weight, wake
 from lantern_hf._wrappers import unwrap
@@ -134,9 +134,7 @@ class PipelineTargetMixin(DiffusionPipeline):
     @property
     def _own_settings(self) -> dict[str, Any]:
         """Settings of `generate` that the target's generation config names."""
-        named = self._target.generation_config.to_diff_dict()
-        names = ("guidance_scale", "top_k", "top_p", "temperature")
-        return {name: named[name] for name in names if named.get(name) is not None}
+        return own_settings(self._target)
 
     def _resolve_config(self, value: LanternConfig | Mapping[str, Any] | str | None) -> LanternConfig | None:
         """Settle how to decode; None is plainly."""

@@ -112,8 +112,9 @@ def test_a_processors_prompts_and_images() -> None:
     target, processor = tiny_chameleon(), chameleon_processor()
     conditioner = ProcessorConditioner(target, processor)
     ids = conditioner.encode_prompts([{"prompt": "red fox"}])[0]["input_ids"].tolist()
-    words = processor.tokenizer.convert_tokens_to_ids(["<s>", "red", "fox", "<sep>"])
-    assert ids == [*words, 3]  # the begin-image token asks for an image
+    words = processor.tokenizer.convert_tokens_to_ids(["red", "fox", "<sep>"])
+    assert ids == [0, *words, 3]  # the begin-image token asks for an image
+    assert ids == image_prompts(target, processor, "red fox")["input_ids"][0].tolist()
     assert conditioner.num_tokens == 64
     picture = PIL.Image.fromarray(np.random.default_rng(1).integers(0, 255, (20, 30, 3), dtype=np.uint8))
     tokens = conditioner.encode_images([picture, picture])

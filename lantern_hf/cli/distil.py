@@ -8,7 +8,9 @@ from typing import Any
 
 from rich.console import Console
 
+from lantern_hf._pipeline_arguments import family_defaults, own_settings
 from lantern_hf._processes import process_state
+from lantern_hf._wrappers import unwrap
 from lantern_hf.cli.files import check_folder
 from lantern_hf.cli.setup import quiet, resolve_device, resolve_dtype
 from lantern_hf.cli.train_target import LoadedTarget, load_target
@@ -30,7 +32,8 @@ def run(options: Mapping[str, Any]) -> None:
     state = process_state(cpu=options["device"] == "cpu")
     device = resolve_device(options["device"], state.device)
     with quiet(local=True):
-        loaded = load_target(options["model"], resolve_dtype(options["dtype"], device), device, options["device_map"])
+        size, dtype = (options["height"], options["width"]), resolve_dtype(options["dtype"], device)
+        loaded = load_target(options["model"], dtype, device, options["device_map"], size)
         assistant = _assistant(options, loaded)
     if loaded.conditioner is None:
         raise ValueError("This model has no processor or tokenizer, so it cannot be asked by text. Use one that has.")
@@ -45,17 +48,24 @@ def run(options: Mapping[str, Any]) -> None:
 
 
 def distil_config(options: Mapping[str, Any], loaded: LoadedTarget) -> DistilConfig:
-    """Settings of the run; a pipeline's own guidance and top-k where none are named.
+    """Settings of the run; where none are named, those that a `LanternPipeline` of the target would draw with.
 
     Raises:
         ValueError: A setting is out of range.
     """
     names = {field.name for field in dataclasses.fields(DistilConfig)}
     values = {name: value for name, value in options.items() if name in names and value is not None}
+    return DistilConfig(**_usual(loaded) | values)
+
+
+def _usual(loaded: LoadedTarget) -> dict[str, Any]:
+    """Settings that a target's images are drawn with; a text model is drawn from as it is."""
+    target = unwrap(loaded.target)
     if loaded.pipe is not None:
-        own = loaded.pipe.config
-        values = {"guidance_scale": own.guidance_scale, "top_k": own.top_k} | values
-    return DistilConfig(**values)
+        pipe = loaded.pipe.config
+        return own_settings(target) | {"guidance_scale": pipe.guidance_scale, "top_k": pipe.top_k}
+    draws = loaded.conditioner is not None and loaded.conditioner.num_tokens is not None
+    return family_defaults(target, {}) | own_settings(target) if draws else {}
 
 
 def _assistant(options: Mapping[str, Any], loaded: LoadedTarget) -> LanternDraftModel | None:

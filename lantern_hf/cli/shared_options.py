@@ -40,6 +40,18 @@ TargetDtype = Annotated[
     Dtype, typer.Option(help="Of the target; auto is float32 on cpu and mps.", rich_help_panel=MACHINE)
 ]
 DeviceMap = Annotated[Str, typer.Option(help="Spread a transformers model, such as auto.", rich_help_panel=MACHINE)]
+Height = Annotated[
+    Int,
+    typer.Option(
+        min=1,
+        help="Height of the images in pixels, for families of several sizes.",
+        show_default="the rows' own, or the family's",
+        rich_help_panel="Data",
+    ),
+]
+Width = Annotated[
+    Int, typer.Option(min=1, help="Width of the images.", show_default="as --height", rich_help_panel="Data")
+]
 Token = Annotated[Str, typer.Option(help="Access token; others can see it, HF_TOKEN or `hf auth login` are better.")]
 
 

@@ -51,8 +51,11 @@ def run(options: Mapping[str, Any]) -> None:
     config = training_config(options, device)
     rows = _rows(options)
     with quiet(local=True):
-        loaded = load_target(options["model"], resolve_dtype(options["dtype"], device), device, options["device_map"])
+        size, dtype = (options["height"], options["width"]), resolve_dtype(options["dtype"], device)
+        loaded = load_target(options["model"], dtype, device, options["device_map"], size)
         head = _head(options, loaded, config.seed)
+    if loaded.conditioner is not None and "input_ids" not in rows[0]:
+        loaded.conditioner.check(config.guidance_scale or 1.0)
     data = ConditionedSequences(rows, loaded.conditioner, source=_source(options))
     train, evaluation = _split(data, options["eval_sequences"])
     if config.num_workers and not {"input_ids", "tokens"} <= set(rows[0]):
@@ -67,6 +70,7 @@ def run(options: Mapping[str, Any]) -> None:
         eval_dataset=evaluation,
         feature_cache=None if cache is None else FeatureCache(cache, int(options["feature_cache_gib"] * _GIB)),
         accelerator=accelerator,
+        target_options=None if loaded.conditioner is None else loaded.conditioner.target_options,
     )
     if accelerator.is_main_process:
         _show(options["output_dir"], trained)

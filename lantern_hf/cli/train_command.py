@@ -45,6 +45,8 @@ def train(
         Str, typer.Option(help="In place of --data: Hub id or folder, read by `datasets`.", rich_help_panel=_DATA)
     ] = None,
     split: Annotated[str, typer.Option(help="Split of --dataset.", rich_help_panel=_DATA)] = "train",
+    height: shared.Height = None,
+    width: shared.Width = None,
     eval_sequences: Annotated[
         Int,
         typer.Option(
@@ -202,21 +204,28 @@ def distil(
     sequences_per_prompt: Annotated[
         Int, typer.Option(min=1, help="Sequences of each prompt.", show_default="1", rich_help_panel=_DATA)
     ] = None,
+    height: shared.Height = None,
+    width: shared.Width = None,
     guidance_scale: Annotated[
         Float,
-        typer.Option(help="Guidance; 1 is off.", show_default="the pipeline's, or 1", rich_help_panel=_DRAWS),
+        typer.Option(
+            help="Guidance; 1 is off.", show_default="the pipeline's, or the family's", rich_help_panel=_DRAWS
+        ),
     ] = None,
     top_k: Annotated[
         Int,
         typer.Option(
-            help="Tokens to draw from; 0 is all.", show_default="the pipeline's, or 0", rich_help_panel=_DRAWS
+            help="Tokens to draw from; 0 is all.",
+            show_default="the pipeline's, or the family's",
+            rich_help_panel=_DRAWS,
         ),
     ] = None,
     top_p: Annotated[
-        Float, typer.Option(help="Probability mass to draw from.", show_default="1.0", rich_help_panel=_DRAWS)
+        Float,
+        typer.Option(help="Probability mass to draw from.", show_default="the model's, or 1.0", rich_help_panel=_DRAWS),
     ] = None,
     temperature: Annotated[
-        Float, typer.Option(help="Softmax temperature.", show_default="1.0", rich_help_panel=_DRAWS)
+        Float, typer.Option(help="Softmax temperature.", show_default="the model's, or 1.0", rich_help_panel=_DRAWS)
     ] = None,
     max_new_tokens: Annotated[
         Int, typer.Option(min=2, help="Tokens of a sequence.", show_default="one image", rich_help_panel=_DRAWS)

@@ -119,6 +119,10 @@ class TargetAdapter(ImageSide):
         """Unconditional prompt and its mask when the user gave none; by default the last token, as in transformers."""
         return input_ids[:, -1:], None
 
+    def blank(self, input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Unconditional prompts as `encode` makes them; by default `unconditional`, which most families agree on."""
+        return self.unconditional(input_ids, attention_mask)
+
     @classmethod
     def generate_arguments(cls, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
         """Turn a call of an attached model into one of transformers' common `generate`.

@@ -81,7 +81,6 @@ class ChameleonAdapter(TargetAdapter):
         return model.config.model_type == "chameleon" and hasattr(model, "lm_head")
 
     # ---- vocabulary
-    # --------------------------------------------------------------------------------------------------------
 
     def _find_special_ids(self, vocabulary: Mapping[str, int], given: Mapping[str, int]) -> dict[str, int | None]:
         """Ids by name: given by the user, or those of the published tokens in the model's vocabulary."""
@@ -126,7 +125,6 @@ class ChameleonAdapter(TargetAdapter):
         return self.special_id("end_image") if end is None else end
 
     # ---- what is asked for
-    # -------------------------------------------------------------------------------------------------
 
     def _asks_for_image(self, input_ids: Tensor | None) -> bool:
         """Whether the prompts end inside an image; rows must agree."""
@@ -164,7 +162,6 @@ class ChameleonAdapter(TargetAdapter):
         return self.text_config.bos_token_id if begin is None else begin
 
     # ---- structure
-    # ---------------------------------------------------------------------------------------------------------
 
     @property
     def grid(self) -> Grid:
@@ -203,7 +200,6 @@ class ChameleonAdapter(TargetAdapter):
         return (offset >= 0)[..., None] == is_code
 
     # ---- logits
-    # ------------------------------------------------------------------------------------------------------------
 
     @property
     def codebook_size(self) -> int:
@@ -231,7 +227,6 @@ class ChameleonAdapter(TargetAdapter):
         return logits[..., self.columns.to(logits.device)]
 
     # ---- text and images of users
-    # ------------------------------------------------------------------------------------------
 
     def encode(
         self,
@@ -341,3 +336,15 @@ class ChameleonAdapter(TargetAdapter):
 
         self.check_decoder(vq_model)
         return decode_codes(vq_model, codes)
+
+    def pixels_per_code(self, vq_model: Any = None) -> int:
+        """Side of the square of pixels that a token stands for."""
+        return self.pixels_per_token
+
+    def encode_pixels(self, pixels: Tensor, vq_model: Any = None) -> Tensor:
+        """Encode `(B, 3, H, W)` images with the model's own VQ encoder."""
+        vq = self.model.model.vqmodel
+        with torch.no_grad():
+            codes = vq.encode(to_module(vq.encoder.conv_in, pixels).to(vq.dtype), return_dict=True).image_tokens
+        height, width = (side // self.pixels_per_token for side in pixels.shape[-2:])
+        return codes.view(len(pixels), height, width)

@@ -10,7 +10,7 @@ is called with each node's own prefix.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -23,6 +23,7 @@ from transformers.generation.logits_process import PrefixConstrainedLogitsProces
 from lantern_hf._placement import read_weight
 from lantern_hf.targets.base import TargetAdapter, left_padded, to_module
 from lantern_hf.targets.emu3_layout import (
+    BEGIN_IMAGE,
     END_IMAGE,
     END_OF_ROW,
     IMAGE_TOKENS,
@@ -43,6 +44,7 @@ class Emu3Adapter(TargetAdapter):
     family = "emu3"
     model_types = ("emu3",)
     has_codebook = True
+    needs_processor = True
     defaults = MappingProxyType({"guidance_scale": 3.0, "top_k": 2048})
 
     def __init__(self, model: PreTrainedModel, input_ids: Tensor | None = None):
@@ -193,6 +195,25 @@ class Emu3Adapter(TargetAdapter):
             inputs["negative_prompt_attention_mask"] = other["attention_mask"]
         return inputs
 
+    def call_of_rows(self, rows: Mapping[str, Any]) -> dict[str, Any]:
+        """Add the layout of the images whose sizes the prompts state."""
+        sizes = None if self._prompts is None else sizes_in_prompts(self._vocabulary, rows["input_ids"])
+        layout = {} if sizes is None else {"prefix_allowed_tokens_fn": Emu3ImageLayout.for_model(self.model, sizes)}
+        return dict(rows) | layout
+
+    def blank(self, input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """An image prompt without its words: the first token, and what begins the image."""
+        if self._prompts is None:
+            return self.unconditional(input_ids, attention_mask)
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        begun = (input_ids.shape[1] - 1 - behind_last(input_ids, self._vocabulary[BEGIN_IMAGE])).tolist()
+        rows = [
+            [ids[int(real.argmax())].item(), *ids[begin:].tolist()]
+            for ids, real, begin in zip(input_ids, mask, begun, strict=True)
+        ]
+        padded = left_padded(rows, self.text_config.pad_token_id)
+        return padded["input_ids"].to(input_ids.device), padded["attention_mask"].to(input_ids.device)
+
     def image_sizes(self, input_ids: Tensor) -> list[Grid]:
         """Size of each prompt's image, by the call's `Emu3ImageLayout` or the prompt's own words.
 
@@ -253,3 +274,15 @@ class Emu3Adapter(TargetAdapter):
         vq = self.model.model.vqmodel
         with torch.no_grad():
             return vq.decode(to_module(vq.quantize.embedding, codes))
+
+    def pixels_per_code(self, vq_model: Any = None) -> int:
+        """Side of the square of pixels that a code stands for: 8 as published."""
+        return self.model.model.vqmodel.spatial_scale_factor
+
+    def encode_pixels(self, pixels: Tensor, vq_model: Any = None) -> Tensor:
+        """Encode `(B, 3, H, W)` images with the model's own VQ model."""
+        vq = self.model.model.vqmodel
+        sizes = torch.tensor([pixels.shape[-2:]] * len(pixels))
+        with torch.no_grad():
+            placed = to_module(vq.quantize.embedding, pixels)
+            return torch.stack(list(vq.encode(placed, sizes, return_dict=True).image_tokens))

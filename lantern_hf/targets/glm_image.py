@@ -8,7 +8,7 @@ wrong for a tree and kept on the model, so the adapter works them out itself, on
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ class GlmImageAdapter(TargetAdapter):
     has_codebook = True
     codebook_metric = "cosine"
     takes_negative = False
+    needs_processor = True
 
     def __init__(self, model: PreTrainedModel, input_ids: Tensor | None = None):
         super().__init__(model, input_ids)
@@ -139,6 +140,20 @@ class GlmImageAdapter(TargetAdapter):
         grids = inputs["image_grid_thw"][: int(inputs["images_per_sample"][0])]
         return dict(inputs) | {"max_new_tokens": int(grids.prod(1).sum()) + 1}
 
+    def rows_of_call(self, arguments: Mapping[str, Any]) -> list[dict[str, Tensor]]:
+        """Give each prompt its own grids, `(n, 3)`."""
+        counts = arguments["images_per_sample"].tolist()
+        rest = {key: value for key, value in arguments.items() if key not in ("image_grid_thw", "images_per_sample")}
+        parts = zip(super().rows_of_call(rest), arguments["image_grid_thw"].split(counts), strict=True)
+        return [row | {"image_grid_thw": grids} for row, grids in parts]
+
+    def call_of_rows(self, rows: Mapping[str, Any]) -> dict[str, Any]:
+        """Put the grids of all prompts one below the other."""
+        if (grids := rows.get("image_grid_thw")) is None or grids.ndim == 2:
+            return dict(rows)
+        counts = torch.full((len(grids),), grids.shape[1], device=grids.device)
+        return dict(rows) | {"image_grid_thw": grids.flatten(0, 1), "images_per_sample": counts}
+
     def image_sizes(self, input_ids: Tensor) -> list[Grid]:
         """Size of the large grid of each row, which is generated last.
 
@@ -181,6 +196,17 @@ class GlmImageAdapter(TargetAdapter):
     def pixels(self, codes: Tensor, vq_model: Any = None) -> Tensor:
         """Refused, as `check_decoder`."""
         raise ValueError(_NO_PIXELS)
+
+    def pixels_per_code(self, vq_model: Any = None) -> int:
+        """Refused: how an image becomes the small and the large grid is not published.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(
+            "How GLM-Image was taught an image as a small and a large grid of codes is not published, so images cannot "
+            "be turned into its tokens. Train on sequences that it generates itself: lantern-hf distil."
+        )
 
     # ---- passes
     # ------------------------------------------------------------------------------------------------------------

@@ -22,11 +22,13 @@ class ImageSide:
         defaults: Published settings of `generate` for images, such as `guidance_scale` and `top_k`: what pipelines use
             where neither the user nor the model's generation config says otherwise.
         takes_negative: Whether a text can be the negative prompt; otherwise the unconditional prompt is the family's.
+        needs_processor: Whether `encode` needs the model's processor, and no tokenizer alone will do.
         num_codes: See `TargetAdapter`.
     """
 
     defaults: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     takes_negative: ClassVar[bool] = True
+    needs_processor: ClassVar[bool] = False
     num_codes: int = 0
 
     def columns_of(self, token_ids: Tensor) -> Tensor:
@@ -96,6 +98,31 @@ class ImageSide:
             ValueError: The family draws no classes, or a label is out of range.
         """
         raise ValueError(f"{type(self).__name__} draws no classes. Pass a prompt.")
+
+    def rows_of_call(self, arguments: Mapping[str, Any]) -> list[dict[str, Tensor]]:
+        """Take the prompts of a call apart, as training keeps them.
+
+        Args:
+            arguments: What `encode` or `encode_classes` gave.
+
+        Returns:
+            The tensors of each prompt, without a batch dimension and without unconditional prompts.
+        """
+        tensors = {key: value for key, value in arguments.items() if isinstance(value, Tensor)}
+        names = [key for key in tensors if not key.startswith("negative_prompt")]
+        return [{name: tensors[name][row] for name in names} for row in range(len(tensors["input_ids"]))]
+
+    def call_of_rows(self, rows: Mapping[str, Any]) -> dict[str, Any]:
+        """Undo `rows_of_call`: what a family adds to its prompts is made again.
+
+        Args:
+            rows: Tensors of several prompts, stacked: `input_ids` `(B, S)` and `attention_mask`, padded on the left,
+                and what else the rows hold, `(B, ...)`. The adapter was made for these prompts.
+
+        Returns:
+            Arguments of `generate`, without `max_new_tokens` and guidance.
+        """
+        return dict(rows)
 
     # ---- sizes and codes
     # ------------------------------------------------------------------------------------------------------------
@@ -177,6 +204,29 @@ class ImageSide:
             ValueError: A decoder is needed and missing.
         """
         raise ValueError(f"{type(self).__name__} decodes no images. Decode the tokens with the tokenizer.")
+
+    def pixels_per_code(self, vq_model: Any = None) -> int:
+        """Side of the square of pixels that a code stands for; arguments and errors as `encode_pixels`."""
+        raise ValueError(
+            f"{type(self).__name__} cannot turn images into tokens. Train on token sequences, or on sequences that the "
+            "target generates itself: lantern-hf distil."
+        )
+
+    def encode_pixels(self, pixels: Tensor, vq_model: Any = None) -> Tensor:
+        """Turn images into codes, the inverse of `pixels`.
+
+        Args:
+            pixels: `(B, 3, H, W)` float32 in [-1, 1], sides multiples of `pixels_per_code`.
+            vq_model: Encoder, for families whose model has none.
+
+        Returns:
+            `(B, h, w)` int64.
+
+        Raises:
+            ValueError: An encoder is needed and missing, or the family turns no images into codes.
+        """
+        self.pixels_per_code(vq_model)
+        raise NotImplementedError
 
 
 def check_vq_model(vq_model: Any, codes: int, missing: str) -> None:

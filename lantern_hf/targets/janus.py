@@ -47,6 +47,7 @@ class JanusAdapter(TargetAdapter):
     has_codebook = True
     codebook_metric = "cosine"
     returns_prompt = False
+    needs_processor = True
     defaults = MappingProxyType({"guidance_scale": DEFAULT_GUIDANCE})
 
     def __init__(self, model: PreTrainedModel, input_ids: Tensor | None = None, *, generation_mode: str | None = None):
@@ -176,6 +177,10 @@ class JanusAdapter(TargetAdapter):
         inputs = dict(inputs) | {"generation_mode": "image", "max_new_tokens": self._num_tokens}
         return inputs if guided else inputs | {"guidance_scale": 1.0}  # which is 5 where nobody says
 
+    def call_of_rows(self, rows: Mapping[str, Any]) -> dict[str, Any]:
+        """Add the mode that the prompts ask for, without which the model's `generate` makes text."""
+        return dict(rows) | ({"generation_mode": "image"} if self.makes_image else {})
+
     @property
     def _num_tokens(self) -> int:
         """Codes of an image."""
@@ -191,6 +196,18 @@ class JanusAdapter(TargetAdapter):
         """Decode `(B, h, w)` codes with the model's own decoder: `(B, 3, H, W)`, nominally in [-1, 1]."""
         vq = self.model.model.vqmodel if vq_model is None else vq_model
         return vq.decode(to_module(vq.quantize.embedding, codes.flatten(1)))
+
+    def pixels_per_code(self, vq_model: Any = None) -> int:
+        """Side of the square of pixels that a code stands for: 16 as published."""
+        return 2 ** (len(self.model.config.vq_config.channel_multiplier) - 1)
+
+    def encode_pixels(self, pixels: Tensor, vq_model: Any = None) -> Tensor:
+        """Encode `(B, 3, H, W)` images with the model's own VQ model."""
+        vq = self.model.model.vqmodel
+        with torch.no_grad():
+            placed = to_module(vq.quantize.embedding, pixels).to(vq.dtype)
+            codes = vq.encode(placed, return_dict=True).image_tokens
+        return codes.view(len(pixels), *self.grid)
 
 
 def _listed(value: int | Sequence[int]) -> Sequence[int]:

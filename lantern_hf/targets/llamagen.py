@@ -74,12 +74,7 @@ class LlamaGenAdapter(TargetAdapter):
         Raises:
             ValueError: A prompt is empty or too long, or there is nothing to read it with.
         """
-        if not isinstance(processor, CaptionEncoder):
-            raise ValueError(
-                "This model reads text, but there is no `tokenizer` or no `text_encoder` to read it with. Pass both; "
-                "LanternPipeline loads them from one folder."
-            )
-        check_lengths(processor.tokenizer, list(prompts), self.model.config.prefix_length)
+        check_lengths(_reader(processor).tokenizer, list(prompts), self.model.config.prefix_length)
 
     def encode(
         self,
@@ -95,7 +90,7 @@ class LlamaGenAdapter(TargetAdapter):
             if value is not None:
                 raise ValueError(f"LlamaGen takes no `{name}`: the size is the model's. Leave it out.")
         config, model = self.model.config, self.model
-        features, mask = processor.encode(prompts, config.prefix_length)
+        features, mask = _reader(processor).encode(prompts, config.prefix_length)
         inputs = {"input_ids": model.caption_ids(len(mask)), "attention_mask": mask}
         inputs |= {"caption_embeds": features.to(model.dtype), "max_new_tokens": config.num_image_tokens}
         if not guided:
@@ -132,3 +127,25 @@ class LlamaGenAdapter(TargetAdapter):
 
         self.check_decoder(vq_model)
         return decode_codes(vq_model, codes)
+
+    def pixels_per_code(self, vq_model: Any = None) -> int:
+        """Side of the square of pixels that a code stands for, as the VQ model has it."""
+        self.check_decoder(vq_model)
+        return 2 ** (len(vq_model.config.block_out_channels) - 1)
+
+    def encode_pixels(self, pixels: Tensor, vq_model: Any = None) -> Tensor:
+        """Encode `(B, 3, H, W)` images with the VQ model; raises as `check_decoder`."""
+        from lantern_hf.models.vq import encode_pixels  # diffusers, which decoding tokens does not need
+
+        self.check_decoder(vq_model)
+        return encode_pixels(vq_model, pixels)
+
+
+def _reader(processor: Any) -> CaptionEncoder:
+    """Refuse what reads no captions."""
+    if not isinstance(processor, CaptionEncoder):
+        raise ValueError(
+            "This model reads text, but there is no `tokenizer` or no `text_encoder` to read it with. Pass both; "
+            "LanternPipeline loads them from one folder."
+        )
+    return processor

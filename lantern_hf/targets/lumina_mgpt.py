@@ -236,6 +236,22 @@ class LuminaAdapter(ChameleonAdapter):
             inputs["negative_prompt_ids"] = torch.tensor(tails)
         return inputs
 
+    def call_of_rows(self, rows: Mapping[str, Any]) -> dict[str, Any]:
+        """Add what ends an image that is smaller than others of the call."""
+        ends = self.structured and not self.interleaved
+        return dict(rows) | ({"eos_token_id": self._closing_id} if ends else {})
+
+    def encode_pixels(self, pixels: Tensor, vq_model: Any = None) -> Tensor:
+        """Encode `(B, 3, H, W)` images with Chameleon's VQ; the published checkpoints hold none of their own.
+
+        Raises:
+            ValueError: `vq_model` is missing, or has other codes.
+        """
+        from lantern_hf.models.vq import encode_pixels  # diffusers takes long to import
+
+        self.check_decoder(vq_model)
+        return encode_pixels(vq_model, pixels)
+
     def image_sizes(self, input_ids: Tensor) -> list[Grid]:
         """Size of each image: as its prompt's size tokens say, or as the call asks for.
 

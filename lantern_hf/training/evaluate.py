@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ def evaluate_head(
     guidance_scale: float | None = None,
     mixed_precision: str = "no",
     seed: int = 0,
+    target_options: Mapping[str, Any] | None = None,
 ) -> dict[str, float]:
     """Measure a head on sequences, without noise or dropped prompts.
 
@@ -47,6 +49,7 @@ def evaluate_head(
         guidance_scale: Guidance of the decoding; None is none.
         mixed_precision: As in `TrainingConfig`.
         seed: Decides the draws of the estimate.
+        target_options: Options of the target's adapter, as in `lantern_generate`.
 
     Returns:
         `loss` (with the default weights), `feature_loss`, `distribution_loss`, `overlap` (the chance that strict
@@ -57,7 +60,7 @@ def evaluate_head(
     objective = DraftObjective(head, guidance_scale=guidance_scale).eval()
     shape = None if tree is None else get_tree(tree)
     with frozen(target), autocast(head.device, mixed_precision):
-        return mean_metrics(target, objective, dataset, batch_size, depths, shape, seed)
+        return mean_metrics(target, objective, dataset, batch_size, depths, shape, seed, target_options)
 
 
 def mean_metrics(
@@ -68,10 +71,12 @@ def mean_metrics(
     depths: int,
     tree: DraftTree | None,
     seed: int,
+    target_options: Mapping[str, Any] | None = None,
 ) -> dict[str, float]:
     """Mean of every metric over all sequences, and the ratios that the forecast gives; arguments as `evaluate_head`."""
     device, scale = objective.head.device, objective.guidance_scale
-    source, sums, count = FeatureSource(target, device, guidance_scale=scale), Sums(), len(dataset)
+    source = FeatureSource(target, device, guidance_scale=scale, target_options=target_options)
+    sums, count = Sums(), len(dataset)
     for first in range(0, count, batch_size):
         indices = range(first, min(first + batch_size, count))
         features, adapter, batch = source.read(collate(fetch(dataset, indices)))

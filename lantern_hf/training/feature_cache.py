@@ -8,6 +8,7 @@ for is computed as it is needed.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from lantern_hf.targets import adapter_for
+from lantern_hf.training.binding import bound_adapter
 from lantern_hf.training.data import collate, fetch
 from lantern_hf.training.features import drop_prompts, target_features
 from lantern_hf.training.fingerprint import data_fingerprint, target_fingerprint
@@ -44,11 +45,13 @@ class _Reading(NamedTuple):
     both_prompts: bool
     batch_size: int
     mixed_precision: str
+    target_options: Mapping[str, Any] | None
 
     def manifest(self) -> dict[str, Any]:
         """What tells its cache from any other."""
         settings: dict[str, Any] = {"version": FORMAT_VERSION, "both_prompts": self.both_prompts}
         settings |= {"target": target_fingerprint(self.target), "data": data_fingerprint(self.dataset)}
+        settings |= {"target_options": dict(self.target_options)} if self.target_options else {}
         return settings | {"mixed_precision": self.mixed_precision}
 
     def bytes_of_first(self) -> int:
@@ -65,12 +68,13 @@ class _Reading(NamedTuple):
         for first in range(items.start, items.stop, self.batch_size):
             indices = range(first, min(first + self.batch_size, items.stop))
             batch = collate(fetch(self.dataset, indices)).to(input_device(self.target))
-            adapter = adapter_for(self.target, batch.prompt["input_ids"])
+            adapter = bound_adapter(self.target, batch.prompt, self.target_options)
             kinds = {0: batch}
             if self.both_prompts:
                 kinds[1] = drop_prompts(adapter, batch, torch.ones(len(indices), dtype=torch.bool))
             for kind, read in kinds.items():
                 with autocast(batch.tokens.device, self.mixed_precision):
+                    adapter = bound_adapter(self.target, read.prompt, self.target_options)
                     rows = split_rows(target_features(adapter, read), read)
                 for index, row in zip(indices, rows, strict=True):
                     named = zip(_PARTS, row, strict=True)
@@ -114,6 +118,7 @@ class FeatureCache:
         batch_size: int,
         mixed_precision: str,
         accelerator: Accelerator,
+        target_options: Mapping[str, Any] | None = None,
     ) -> None:
         """Compute what is missing; called by `train_head`.
 
@@ -124,11 +129,12 @@ class FeatureCache:
             batch_size: Items of one forward.
             mixed_precision: As in `TrainingConfig`.
             accelerator: Tells the processes, each of which fills shards of its own.
+            target_options: As in `train_head`.
 
         Raises:
             OSError: A shard cannot be written.
         """
-        reading = _Reading(target, dataset, both_prompts, batch_size, mixed_precision)
+        reading = _Reading(target, dataset, both_prompts, batch_size, mixed_precision, target_options)
         self._per_shard = max(self._shard_bytes // reading.bytes_of_first(), 1)
         manifest = reading.manifest() | {"items_per_shard": self._per_shard}
         self._store, self._open = ShardStore(self.folder, ".safetensors", manifest), {}

@@ -22,6 +22,7 @@ from lantern_hf.draft import POSITION_OFFSET
 from lantern_hf.targets import TargetAdapter
 from lantern_hf.targets.attention import attention_argument, tree_attention
 from lantern_hf.targets.base import Prefill
+from lantern_hf.training.binding import Places, places_of
 from lantern_hf.training.data import TokenBatch, pad_left
 
 __all__ = ["TargetFeatures", "both_streams", "drop_prompts", "frozen", "target_features", "with_noise"]
@@ -43,6 +44,8 @@ class TargetFeatures:
         start: First entry that is learnt: it reads the first token after the prompt. Decoding never drafts that token
             itself.
         learnt: `(B, E - start)` bool, whether the token that follows is there and may be emitted.
+        places: Where the tokens that follow stand in their images, `(B, E - start)`; None where images have no
+            structure.
     """
 
     embeds: Tensor
@@ -52,6 +55,12 @@ class TargetFeatures:
     mask: Tensor | None
     start: int
     learnt: Tensor
+    places: Places | None = None
+
+    @property
+    def drawn(self) -> Tensor:
+        """Which of `learnt` the target draws: decoding gives a token that must come for free, whatever is drafted."""
+        return self.learnt if self.places is None else self.learnt & ~self.places.forced
 
 
 @torch.no_grad()
@@ -59,7 +68,7 @@ def target_features(adapter: TargetAdapter, batch: TokenBatch, device: torch.dev
     """Run the target once over a batch.
 
     Args:
-        adapter: Adapter of the target, made for the batch's prompts.
+        adapter: Adapter of the target, made for the batch's prompts by `bound_adapter`, and read no other with.
         batch: The batch, on the device of the target's embeddings.
         device: Where the features are to be; by default where the target leaves them.
 
@@ -72,7 +81,7 @@ def target_features(adapter: TargetAdapter, batch: TokenBatch, device: torch.dev
     if batch.tokens.shape[1] < 2:
         raise ValueError(f"Sequences need at least 2 tokens after the prompt to train on, got {batch.tokens.shape[1]}.")
     cache = new_dynamic_cache(adapter.text_config)
-    prompt = adapter.prefill(batch.prompt["input_ids"], cache, **_prompt_arguments(adapter.model, batch))
+    prompt = adapter.prefill(batch.prompt["input_ids"], cache, **_prompt_arguments(adapter, batch))
     tokens = batch.tokens[:, :-1]
     steps = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
     positions = prompt.position_ids[:, -1:] + steps.to(prompt.position_ids.device)
@@ -91,12 +100,14 @@ def target_features(adapter: TargetAdapter, batch: TokenBatch, device: torch.dev
         mask=_entry_padding(prompt, tokens.shape[1], where),
         start=prompt.hidden_states.shape[1] - 1,
         learnt=learnt.to(where),
+        places=places_of(adapter, batch, where),
     )
 
 
-def _prompt_arguments(model: Any, batch: TokenBatch) -> dict[str, Any]:
+def _prompt_arguments(adapter: TargetAdapter, batch: TokenBatch) -> dict[str, Any]:
     """Arguments of the prompt's forward as `generate` prepares them: positions, and a mask only when it masks."""
-    prompt = {name: value for name, value in batch.prompt.items() if name != "input_ids"}
+    model, call = adapter.model, adapter.call_of_rows(batch.prompt)
+    prompt = {name: value for name, value in call.items() if isinstance(value, Tensor) and name != "input_ids"}
     # Features are often stored in another precision than the target's.
     arguments: dict[str, Any] = {n: v.to(model.dtype) if v.is_floating_point() else v for n, v in prompt.items()}
     mask = arguments["attention_mask"]
@@ -136,10 +147,10 @@ def drop_prompts(adapter: TargetAdapter, batch: TokenBatch, dropped: Tensor) -> 
 
     Returns:
         The batch with new `input_ids` and `attention_mask`. What else the prompts hold stays: it must mean nothing to
-        the unconditional prompt, as captions mean nothing to LlamaGen's.
+        the unconditional prompt, as captions mean nothing to LlamaGen's, or hold for both, as sizes do.
     """
     ids, mask = batch.prompt["input_ids"], batch.prompt["attention_mask"]
-    new_ids, new_mask = adapter.unconditional(ids, mask)
+    new_ids, new_mask = adapter.blank(ids, mask)
     new_mask = torch.ones_like(new_ids) if new_mask is None else new_mask
     width, old = max(ids.shape[1], new_ids.shape[1]), ids.shape[1]
     prompt = {

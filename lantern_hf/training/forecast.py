@@ -27,6 +27,7 @@ from torch import Tensor
 from lantern_hf.draft import LanternDraftModel
 from lantern_hf.sampling import Draws
 from lantern_hf.targets import TargetAdapter
+from lantern_hf.training.binding import Places
 from lantern_hf.training.data import TokenBatch
 from lantern_hf.training.features import TargetFeatures
 from lantern_hf.training.losses import distribution, draft_passes
@@ -53,7 +54,7 @@ def forecast_passes(
     Args:
         head: The head.
         features: Features of the batch, `(2B, ...)` under guidance.
-        adapter: Adapter of the target.
+        adapter: Adapter of the target, made for the batch's prompts.
         batch: The batch, B rows.
         tree: The tree.
         guidance_scale: Guidance of the decoding; None is none.
@@ -63,14 +64,20 @@ def forecast_passes(
         For each row `(B,)`: `passes`, `tokens` (those after the first) and, for every depth d of the tree,
         `accepted_<d>`, the passes that accept a token at that depth.
     """
-    hidden = features.next_hidden[:, features.start :]
-    target = distribution(adapter, hidden, guidance_scale).exp()  # (B, n, C)
+    hidden, rows = features.next_hidden[:, features.start :], len(batch.tokens)
+    places = None if features.places is None else Places(*(value[:rows] for value in features.places))
+    offsets = None if places is None else places.offsets
+    target = distribution(adapter, hidden, guidance_scale, offsets).exp()  # (B, n, C)
     columns = adapter.columns_of(batch.tokens[:, 1:]).to(target.device)  # entry j is to give token j + 1
     learnt = batch.tokens_mask[:, 1:].to(target.device) & (columns >= 0)
     shares = []
     for depth, output in enumerate(draft_passes(head, features, tree.max_depth)):
-        draft = distribution(adapter, output.to(hidden.dtype), guidance_scale).exp()
+        here = None if offsets is None else offsets[:, depth:]
+        draft = distribution(adapter, output.to(hidden.dtype), guidance_scale, here).exp()
         share = _shares(target[:, depth:], draft, columns[:, depth:], tree.widths[depth], generator)
+        if places is not None:  # what must come is drafted at rank 0, and accepted
+            first = torch.eye(1, share.shape[-1], device=share.device)
+            share = torch.where(places.forced[:, depth:, None], first, share)
         # A pass ends with the sequence: what lies behind its last token is neither tested nor emitted.
         shares.append(F.pad(share * learnt[:, depth:, None], (0, 0, 0, depth)))
     return _renewal(tree, shares, learnt)

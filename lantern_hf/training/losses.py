@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lantern_hf.cache import new_dynamic_cache
 from lantern_hf.draft import LanternDraftModel
 from lantern_hf.processors import guide
+from lantern_hf.structure import allow
 from lantern_hf.targets import TargetAdapter
 from lantern_hf.training.features import TargetFeatures
 
@@ -44,18 +45,22 @@ class EntryLosses(NamedTuple):
     agreement_top5: Tensor
 
 
-def distribution(adapter: TargetAdapter, hidden: Tensor, guidance_scale: float | None = None) -> Tensor:
+def distribution(
+    adapter: TargetAdapter, hidden: Tensor, guidance_scale: float | None = None, offsets: Tensor | None = None
+) -> Tensor:
     """Log-probabilities of the target's output layer on hidden states, the target's own or a head's.
 
     Args:
         adapter: Adapter of the target.
         hidden: Input of the output layer, `(B, n, H)`, or `(2B, n, H)` under guidance, conditional rows first.
         guidance_scale: Scale s of `u + s * (c - u)`; None without guidance.
+        offsets: Where what is drawn stands in its image, `(B, n)`; None where images have no structure.
 
     Returns:
-        `(B, n, C)` float32 on the device of `hidden`.
+        `(B, n, C)` float32 on the device of `hidden`; minus infinity for what may not come.
     """
-    return guide(adapter.logits(hidden).to(hidden.device), guidance_scale).log_softmax(-1)
+    logits = guide(adapter.logits(hidden).to(hidden.device), guidance_scale)
+    return allow(adapter, offsets, logits).log_softmax(-1)
 
 
 def check_output_layer(adapter: TargetAdapter, width: int) -> None:
@@ -90,6 +95,7 @@ def entry_losses(
     hidden: Tensor,
     target_probs: Tensor,
     guidance_scale: float | None = None,
+    offsets: Tensor | None = None,
 ) -> EntryLosses:
     """Compare the head's outputs with the target.
 
@@ -99,11 +105,13 @@ def entry_losses(
         hidden: The target's hidden states there, of the same shape.
         target_probs: The target's distributions there, guided alike, `(B, n, C)`.
         guidance_scale: Compare guided distributions; the feature loss is then the mean over both streams.
+        offsets: As in `distribution`.
     """
     feature = F.smooth_l1_loss(predicted.float(), hidden.float(), reduction="none").mean(-1)
     feature = feature if guidance_scale is None else torch.stack(feature.chunk(2)).mean(0)
-    logprobs = distribution(adapter, predicted.to(hidden.dtype), guidance_scale)
-    cross_entropy = -(target_probs * logprobs).sum(-1)
+    logprobs = distribution(adapter, predicted.to(hidden.dtype), guidance_scale, offsets)
+    products = target_probs * logprobs  # 0 times minus infinity where nothing may come
+    cross_entropy = -(products if offsets is None else products.masked_fill(target_probs == 0, 0)).sum(-1)
     with torch.no_grad():
         overlap = torch.minimum(target_probs, logprobs.exp()).sum(-1)
         best = target_probs.argmax(-1, keepdim=True)
@@ -195,7 +203,7 @@ class DraftObjective(nn.Module):
 
         Args:
             features: What the target says about the batch, `(2B, ...)` under guidance.
-            adapter: Adapter of the target.
+            adapter: Adapter of the target, made for the batch's B rows.
             depths: Passes to measure at least; those past `unroll_steps` are no part of the loss.
 
         Returns:
@@ -203,14 +211,19 @@ class DraftObjective(nn.Module):
             `agreement` and `agreement_top5` of the first pass, and `overlap_2`, `overlap_3`... of the later ones.
         """
         hidden, scale = features.next_hidden[:, features.start :], self.guidance_scale
-        learnt = features.learnt if scale is None else features.learnt.chunk(2)[0]
+        rows = len(hidden) if scale is None else len(hidden) // 2
+        learnt, drawn = features.learnt[:rows], features.drawn[:rows]
+        offsets = None if features.places is None else features.places.offsets[:rows]
         with torch.no_grad():
-            probs = distribution(adapter, hidden, scale).exp()
+            probs = distribution(adapter, hidden, scale, offsets).exp()
         loss: Tensor | float = 0.0
         metrics: dict[str, Tensor] = {}
         for index, output in enumerate(draft_passes(self.head, features, max(self._steps, depths))):
-            entries = entry_losses(adapter, output, hidden[:, index:], probs[:, index:], scale)
-            means = EntryLosses(*(row_mean(values, learnt[:, index:]) for values in entries))
+            here = None if offsets is None else offsets[:, index:]
+            entries = entry_losses(adapter, output, hidden[:, index:], probs[:, index:], scale, here)
+            means = EntryLosses(*(row_mean(values, drawn[:, index:]) for values in entries))
+            # What must come is drawn by nobody, but the state before it is what the head reads one node further down.
+            means = means._replace(feature=row_mean(entries.feature, learnt[:, index:]))
             if index < self._steps:
                 # A part without weight is left out of the graph: it may come from what passes no gradients.
                 for weight, part in zip(self._weights, (means.feature, means.distribution), strict=True):

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lantern_hf.targets import TargetAdapter
+from lantern_hf.training.binding import places_of
 from lantern_hf.training.data import TokenBatch
 from lantern_hf.training.features import TargetFeatures
 
@@ -70,7 +71,7 @@ def join_rows(
     Args:
         rows: Features of each row of the batch.
         batch: The batch; tokens decide what is learnt.
-        adapter: Adapter of the target.
+        adapter: Adapter of the target, made for the batch's prompts.
         device: Where the features are to be.
 
     Returns:
@@ -104,4 +105,5 @@ def join_rows(
         mask=mask,
         start=start,
         learnt=learnt.to(device),
+        places=places_of(adapter, batch, device),
     )

@@ -19,13 +19,17 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
+from torch import Tensor
 from transformers.utils import logging
 
 from lantern_hf._pipeline_checks import check_sampling
+from lantern_hf._placement import wake
+from lantern_hf.attach import run_generate
 from lantern_hf.config import LanternConfig
 from lantern_hf.draft import LanternDraftModel
 from lantern_hf.strategy import lantern_generate
-from lantern_hf.training.conditioning import Conditioner
+from lantern_hf.targets import adapter_for
+from lantern_hf.training.conditioning import SIDES, Conditioner
 from lantern_hf.training.data import collate
 from lantern_hf.training.features import frozen
 from lantern_hf.training.fingerprint import target_fingerprint
@@ -97,7 +101,8 @@ def self_distil(
 
     Args:
         conditioner: Speaks for the target.
-        prompts: What to ask for: rows with `"prompt"` or `"class_label"`.
+        prompts: What to ask for: rows with `"prompt"` or `"class_label"`, and with a size of their own where they have
+            one (`"height"`, `"width"`).
         output_dir: Gets `shard-00000.jsonl`, `shard-00001.jsonl`..., a checksum beside each, and `manifest.json` with
             settings and hashes. `read_rows` and `lantern-hf train --data` read it.
         config: Settings.
@@ -107,7 +112,8 @@ def self_distil(
         All shards, those of other processes included.
 
     Raises:
-        ValueError: The folder holds sequences of other settings, or the target needs `max_new_tokens`.
+        ValueError: The folder holds sequences of other settings, the target needs `max_new_tokens`, or its family does
+            not have the conditioner's size or the guidance.
         OSError: The disk is full. Shards written before stay good.
     """
     run = _Run(conditioner, prompts, output_dir, config, assistant)
@@ -136,12 +142,16 @@ class _Run:
             )
         if not len(prompts):
             raise ValueError("`prompts` is empty. Give at least one.")
+        conditioner.check(config.guidance_scale)
+        self.returns_prompt = adapter_for(conditioner.target, **conditioner.target_options).returns_prompt
         self.length, self.state = length, PartialState()
         self.count = len(prompts) * config.sequences_per_prompt
         settings = {name: value for name, value in config.to_dict().items() if name != "batch_size"}
         manifest = {"version": FORMAT_VERSION, "settings": settings, "sequences": self.count}
         manifest |= {"target": target_fingerprint(conditioner.target), "prompts": _prompts_hash(prompts)}
         manifest |= {"max_new_tokens": length, "drafted": assistant is not None}
+        if conditioner.size != (None, None):
+            manifest["size"] = list(conditioner.size)
         self.store = ShardStore(output_dir, ".jsonl", manifest)
         self.num_shards = -(-self.count // config.shard_size)
 
@@ -183,9 +193,10 @@ class _Run:
         """Generate one shard."""
         rows: list[dict[str, Any]] = []
         numbers = self._sequences(shard)
+        size = {side: value for side, value in zip(SIDES, self.conditioner.size, strict=True) if value is not None}
         for first in range(numbers.start, numbers.stop, self.config.batch_size):
             batch = range(first, min(first + self.config.batch_size, numbers.stop))
-            asked = [dict(self.prompts[number // self.config.sequences_per_prompt]) for number in batch]
+            asked = [size | dict(self.prompts[number // self.config.sequences_per_prompt]) for number in batch]
             seeds = [seed_of(self.config.seed, number, "sequence") for number in batch]
             rows += [row | {"tokens": tokens} for row, tokens in zip(asked, self._generate(asked, seeds), strict=True)]
             bar.update(len(batch))
@@ -193,32 +204,47 @@ class _Run:
 
     def _generate(self, asked: list[dict[str, Any]], seeds: list[int]) -> list[list[int]]:
         """Generate one batch."""
-        target, config = self.conditioner.target, self.config
+        config, arguments = self.config, self._arguments(asked)
+        counts = [config.max_new_tokens or self.conditioner.count(row) or self.length for row in asked]
+        decoding = {
+            "top_k": config.top_k,
+            "top_p": config.top_p,
+            "temperature": config.temperature,
+            "custom_generate": lantern_generate,
+            "assistant": self.assistant,
+            "lantern_config": None if self.assistant is None else LanternConfig.strict(config.tree),
+            "generator": [torch.Generator().manual_seed(seed) for seed in seeds],
+            "do_sample": True,
+            "max_new_tokens": max(counts),
+            "target_options": self.conditioner.target_options,
+        }
+        wake(self.conditioner.target)  # whose parts are called, to which a hook of the whole would not listen
+        sequences = run_generate(self.conditioner.target, (), arguments | decoding)
+        start = arguments["input_ids"].shape[1] if self.returns_prompt else 0
+        rows = sequences[:, start:].tolist()
+        return [self._cut(row[:count]) for row, count in zip(rows, counts, strict=True)]
+
+    def _arguments(self, asked: list[dict[str, Any]]) -> dict[str, Any]:
+        """What a batch is asked by, as a pipeline passes it to `generate`."""
+        target, options, scale = self.conditioner.target, self.conditioner.target_options, self.config.guidance_scale
         items = [prompt | {"tokens": torch.zeros(1)} for prompt in self.conditioner.encode_prompts(asked)]
         prompt = collate(items).to(input_device(target)).prompt
-        prompt = {
-            name: value.to(target.dtype) if value.is_floating_point() else value for name, value in prompt.items()
+        adapter = adapter_for(target, prompt["input_ids"], **options)
+        arguments = {
+            name: value.to(target.dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+            for name, value in adapter.call_of_rows(prompt).items()
         }
+        if scale != 1:
+            ids, mask = adapter.blank(prompt["input_ids"], prompt["attention_mask"])
+            arguments |= {"negative_prompt_ids": ids, "negative_prompt_attention_mask": mask}
         if bool(prompt["attention_mask"].all()):
-            del prompt["attention_mask"]
-        sampling = {"top_k": config.top_k, "top_p": config.top_p, "temperature": config.temperature}
-        guidance = {} if config.guidance_scale == 1 else {"guidance_scale": float(config.guidance_scale)}
-        generate: Any = target.generate
-        sequences = generate(
-            **prompt,
-            **sampling,
-            **guidance,
-            custom_generate=lantern_generate,
-            assistant=self.assistant,
-            lantern_config=None if self.assistant is None else LanternConfig.strict(config.tree),
-            generator=[torch.Generator().manual_seed(seed) for seed in seeds],
-            do_sample=True,
-            max_new_tokens=self.length,
-        )
-        return [self._cut(row) for row in sequences[:, prompt["input_ids"].shape[1] :].tolist()]
+            del arguments["attention_mask"]
+        return arguments | {"guidance_scale": float(scale)}
 
     def _cut(self, tokens: list[int]) -> list[int]:
-        """Tokens up to and with the first that ends a text."""
+        """Tokens of a text up to and with the first that ends it; an image ends by its length."""
+        if self.conditioner.num_tokens is not None:
+            return tokens
         ends = getattr(self.conditioner.target.generation_config, "eos_token_id", None)
         ends = [] if ends is None else [ends] if isinstance(ends, int) else ends
         stop = next((place for place, token in enumerate(tokens, start=1) if token in ends), len(tokens))

@@ -1,7 +1,8 @@
 """Training data as people have it: JSON lines, folders of images, folders that `self_distil` wrote, `datasets`.
 
 A row says what the target is asked for, `"prompt"`, `"class_label"` or the ids themselves (`"input_ids"`), and what it
-is to answer: `"tokens"` (token ids) or an image, which the target's own VQ model turns into tokens.
+is to answer: `"tokens"` (token ids) or an image, which the target's own VQ model turns into tokens. For families of
+several sizes it may say of what size, `"height"` and `"width"` in pixels.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lantern_hf.training.conditioning import Conditioner
+from lantern_hf.training.conditioning import SIDES, Conditioner
 from lantern_hf.training.storage import ShardStore
 
 __all__ = ["ConditionedSequences", "describe_rows", "load_dataset_rows", "read_prompts", "read_rows"]
 
 ASKS = ("prompt", "class_label", "input_ids")
+_ALONG = ("attention_mask", "image_grid_thw")  # what may stand beside `input_ids`
 _CAPTIONS = ("prompt", "text", "caption")
 _METADATA = "metadata.jsonl"
 _DRAWN = ("guidance_scale", "top_k", "top_p", "temperature")  # settings of `self_distil` that shape the sequences
@@ -84,7 +86,7 @@ class ConditionedSequences(Dataset):
     def _prompts(self, rows: list[Mapping[str, Any]]) -> list[dict[str, Tensor]]:
         """What the target is asked."""
         if "input_ids" in rows[0]:
-            names = [name for name in ("input_ids", "attention_mask") if name in rows[0]]
+            names = [name for name in ("input_ids", *_ALONG) if name in rows[0]]
             return [{name: torch.as_tensor(row[name]).long() for name in names} for row in rows]
         return self._speaker().encode_prompts(rows)
 
@@ -95,7 +97,8 @@ class ConditionedSequences(Dataset):
         missing = [place for place, index in enumerate(indices) if index not in self._tokens]
         if missing:
             images = [_image(rows[place]["image"]) for place in missing]
-            for place, tokens in zip(missing, self._speaker().encode_images(images), strict=True):
+            asked = [rows[place] for place in missing]
+            for place, tokens in zip(missing, self._speaker().encode_images(images, asked), strict=True):
                 self._tokens[indices[place]] = tokens.int()
         return [self._tokens[index].long() for index in indices]
 
@@ -170,7 +173,7 @@ def read_prompts(path: str | os.PathLike[str], asks: str = "prompt") -> list[dic
         asks: What the target is asked by, `"prompt"` or `"class_label"`.
 
     Returns:
-        Rows that hold `asks` alone.
+        Rows that hold `asks`, and `"height"` and `"width"` where JSON lines have them.
 
     Raises:
         FileNotFoundError: Nothing is there.
@@ -182,17 +185,20 @@ def read_prompts(path: str | os.PathLike[str], asks: str = "prompt") -> list[dic
             f"Prompts {path} do not exist. Name a text file with one prompt a line, or a .jsonl file."
         )
     if path.suffix == ".jsonl":
-        found = [(number, row.get(asks)) for number, row in enumerate(_read_lines(path, check=False), start=1)]
+        rows = list(_read_lines(path, check=False))
+        found = [(number, row.get(asks)) for number, row in enumerate(rows, start=1)]
+        sizes = [{side: row[side] for side in SIDES if row.get(side) is not None} for row in rows]
     else:
         lines = path.read_text(encoding="utf-8").splitlines()
         found = [(number, line.strip()) for number, line in enumerate(lines, start=1) if line.strip()]
+        sizes = [{} for _ in found]
     if asks == "class_label":
         found = [(number, int(str(value)) if str(value).isdecimal() else None) for number, value in found]
     if wrong := [number for number, value in found if value in (None, "")]:
         raise ValueError(f"{path}, line {wrong[0]}: this target is asked by `{asks}`, and there is none.")
     if not found:
         raise ValueError(f"{path} holds no prompt. Write one a line.")
-    return [{asks: value} for _, value in found]
+    return [{asks: value} | size for (_, value), size in zip(found, sizes, strict=True)]
 
 
 def load_dataset_rows(name: str, split: str = "train", **kwargs: Any) -> Sequence[Mapping[str, Any]]:
@@ -223,7 +229,9 @@ def load_dataset_rows(name: str, split: str = "train", **kwargs: Any) -> Sequenc
     caption = next((column for column in _CAPTIONS if column in data.column_names), None)
     if caption not in (None, "prompt"):
         data = data.rename_column(caption, "prompt")
-    known = [column for column in (*ASKS, "attention_mask", "tokens", "image") if column in data.column_names]
+    # Beside images such columns say how large these are, and not what to ask for.
+    sides = SIDES if "tokens" in data.column_names else ()
+    known = [column for column in (*ASKS, *_ALONG, *sides, "tokens", "image") if column in data.column_names]
     if not {"tokens", "image"} & set(known) or not set(ASKS) & set(known):
         raise ValueError(
             f"{name} has the columns {data.column_names}. Training needs one of {', '.join((*ASKS, *_CAPTIONS[1:]))} "

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from transformers import PreTrainedModel
 
-from lantern_hf.targets import TargetAdapter, adapter_for
+from lantern_hf.targets import TargetAdapter
+from lantern_hf.training.binding import bound_adapter
 from lantern_hf.training.data import TokenBatch
 from lantern_hf.training.features import TargetFeatures, both_streams, drop_prompts, target_features, with_noise
 from lantern_hf.training.rows import RowFeatures, join_rows, split_rows
@@ -49,6 +50,7 @@ class FeatureSource:
         noise: Half width of the noise on what the head reads.
         seed: Decides dropped prompts and noise, together with a row's place in the run.
         store: Features of earlier readings.
+        target_options: Options of the target's adapter, as in `lantern_generate`.
     """
 
     def __init__(
@@ -61,9 +63,11 @@ class FeatureSource:
         noise: float = 0.0,
         seed: int = 0,
         store: RowStore | None = None,
+        target_options: Mapping[str, Any] | None = None,
     ):
         self._target, self._device, self._guided = target, device, guidance_scale is not None
         self._dropout, self._noise, self._seed, self._store = dropout, noise, seed, store
+        self._options = target_options
 
     def read(self, batch: TokenBatch, indices: Sequence[int] = (), places: Sequence[int] = ()) -> ReadBatch:
         """Read a batch.
@@ -74,7 +78,7 @@ class FeatureSource:
             places: Place of each row in the order of the run, which decides its draws; none for no draws.
         """
         batch = batch.to(input_device(self._target))
-        adapter = adapter_for(self._target, batch.prompt["input_ids"])
+        adapter = bound_adapter(self._target, batch.prompt, self._options)
         keys = [(index, False) for index in indices]
         if self._guided:
             read, keys = both_streams(adapter, batch), keys + [(index, True) for index in indices]
@@ -84,7 +88,7 @@ class FeatureSource:
             keys = [(index, drop) for (index, _), drop in zip(keys, dropped.tolist(), strict=True)]
         else:
             read = batch
-        features = self._features(adapter, read, keys)
+        features = self._features(read, keys)
         if len(places):
             features = with_noise(features, self._noise, [seed_of(self._seed, place, "noise") for place in places])
         return ReadBatch(features, adapter, batch)
@@ -94,14 +98,20 @@ class FeatureSource:
         generator = torch.Generator().manual_seed(seed_of(self._seed, place, "prompt"))
         return float(torch.rand((), generator=generator)) < self._dropout
 
-    def _features(self, adapter: TargetAdapter, batch: TokenBatch, keys: list[tuple[int, bool]]) -> TargetFeatures:
+    def _features(self, batch: TokenBatch, keys: list[tuple[int, bool]]) -> TargetFeatures:
         """Features from the store, and from the target where it keeps none."""
         if self._store is None or not keys:
-            return target_features(adapter, batch, self._device)
+            return self._ask(batch)
         rows = [self._store.get(*key) for key in keys]
         if missing := [place for place, row in enumerate(rows) if row is None]:
             part = batch.select(missing)
-            computed = split_rows(target_features(adapter, part, self._device), part)
+            computed = split_rows(self._ask(part), part)
             for place, row in zip(missing, computed, strict=True):
                 rows[place] = row
+        adapter = bound_adapter(self._target, batch.prompt, self._options)
         return join_rows([row for row in rows if row is not None], batch, adapter, self._device)
+
+    def _ask(self, batch: TokenBatch) -> TargetFeatures:
+        """Features from the target, by an adapter of their own: a family may know its rows by their number."""
+        adapter = bound_adapter(self._target, batch.prompt, self._options)
+        return target_features(adapter, batch, self._device)

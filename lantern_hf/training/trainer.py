@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
@@ -24,7 +24,7 @@ from transformers.utils import logging
 
 from lantern_hf._checkpointing import set_checkpointing
 from lantern_hf.draft import LanternDraftModel
-from lantern_hf.targets import adapter_for
+from lantern_hf.training.binding import bound_adapter, check_structure
 from lantern_hf.training.checkpoints import export_head, newest_checkpoint, save_checkpoint
 from lantern_hf.training.config import TrainingConfig
 from lantern_hf.training.data import SeededBatches, TokenBatch, collate, fetch, places_of_batch
@@ -57,6 +57,7 @@ def train_head(
     eval_dataset: Any = None,
     feature_cache: FeatureCache | None = None,
     accelerator: Accelerator | None = None,
+    target_options: Mapping[str, Any] | None = None,
 ) -> LanternDraftModel:
     """Train a draft head for a target.
 
@@ -73,6 +74,7 @@ def train_head(
         eval_dataset: Sequences to evaluate on at each checkpoint and at the end.
         feature_cache: Keeps what the target says about the dataset, so that it runs once an item and not once an epoch.
         accelerator: For training on several processes, and for trackers; settings come from `config`.
+        target_options: Options of the target's adapter, as in `lantern_generate`: those that it will be decoded with.
 
     Returns:
         The head in eval mode, bound to the target, in the dtype it came with or the target's. `output_dir` gets it in
@@ -83,7 +85,8 @@ def train_head(
         FloatingPointError: The loss is no longer finite.
         OSError: The disk is full. Checkpoints written before stay good.
     """
-    trainer = _Trainer(target, dataset, config, head, output_dir, eval_dataset, feature_cache, accelerator)
+    options = dict(target_options or {})
+    trainer = _Trainer(target, dataset, config, head, output_dir, eval_dataset, feature_cache, accelerator, options)
     with frozen(target):
         trainer.check_data_and_target()
         trainer.resume()
@@ -105,8 +108,10 @@ class _Trainer:
         eval_dataset: Any,
         feature_cache: FeatureCache | None,
         accelerator: Accelerator | None,
+        target_options: Mapping[str, Any],
     ):
         self.target, self.dataset, self.eval_dataset, self.config = target, dataset, eval_dataset, config
+        self.target_options = target_options
         self.accelerator = Accelerator() if accelerator is None else accelerator
         if self.accelerator.gradient_accumulation_steps != 1:
             raise ValueError(
@@ -158,7 +163,7 @@ class _Trainer:
         if not len(self.dataset):
             raise ValueError("`dataset` is empty. Give at least one sequence.")
         batch = collate(fetch(self.dataset, [0])).to(input_device(self.target))
-        adapter = adapter_for(self.target, batch.prompt["input_ids"])
+        adapter = bound_adapter(self.target, batch.prompt, self.target_options)
         if batch.tokens.shape[1] <= self.config.unroll_steps:
             raise ValueError(
                 f"Sequences need more tokens than `unroll_steps` ({self.config.unroll_steps}), the first has "
@@ -170,6 +175,7 @@ class _Trainer:
                 f"`tokens` of the first item, {low} to {high}, are not tokens that {type(self.target).__name__} emits "
                 "after this prompt. Give token ids, not codes, and the prompt that `generate` was given."
             )
+        check_structure(adapter, batch)
         if self.config.distribution_loss_weight:
             check_output_layer(adapter, self.head.config.hidden_size)
 
@@ -211,8 +217,9 @@ class _Trainer:
         config = self.config
         if self.cache is not None and self.step < self.total:
             both = config.guidance_scale is not None
-            sizes: dict[str, Any] = {"batch_size": config.batch_size, "mixed_precision": config.mixed_precision}
-            self.cache.fill(self.target, self.dataset, both_prompts=both, accelerator=self.accelerator, **sizes)
+            how: dict[str, Any] = {"batch_size": config.batch_size, "mixed_precision": config.mixed_precision}
+            how |= {"target_options": self.target_options}
+            self.cache.fill(self.target, self.dataset, both_prompts=both, accelerator=self.accelerator, **how)
         source = FeatureSource(
             self.target,
             self.head.device,
@@ -221,6 +228,7 @@ class _Trainer:
             noise=config.feature_noise,
             seed=config.seed,
             store=self.cache,
+            target_options=self.target_options,
         )
         batches = self._batches()
         reporter = Reporter(self.folder, self.accelerator, config.to_dict())
@@ -299,8 +307,9 @@ class _Trainer:
         if self.accelerator.is_main_process:
             objective = self._objective(self._exported).eval()
             with torch.no_grad(), autocast(self.head.device, config.mixed_precision):
-                data, size, tree = self.eval_dataset, config.batch_size, get_tree(config.tree)
-                means = mean_metrics(self.target, objective, data, size, EVAL_DEPTHS, tree, config.seed)
+                data, tree = self.eval_dataset, get_tree(config.tree)
+                how = config.batch_size, EVAL_DEPTHS, tree, config.seed, self.target_options
+                means = mean_metrics(self.target, objective, data, *how)
             self.head.train()
             reporter.evaluation(self.step, means, sequences=len(data), tree=config.tree)
         self.accelerator.wait_for_everyone()
