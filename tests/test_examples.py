@@ -47,6 +47,17 @@ def test_only_the_text_tells_a_blind_row(scripts: None) -> None:
     assert torch.equal(context[blind & of_one_picture], codes.roll(1, 0)[blind & of_one_picture])
 
 
+def test_the_target_reads_its_own_draws(scripts: None) -> None:
+    from train_target import mix
+
+    codes, logits = torch.zeros(64, 256, dtype=torch.long), torch.zeros(64, 256, 4)
+    logits[..., 0] = -torch.inf  # never drawn, so that every draw shows
+    shares = (mix(codes, logits, 0.5, torch.Generator().manual_seed(0)) != codes).float().mean(1)
+    assert 0.2 < shares.mean() < 0.3
+    assert shares.max() < 0.6
+    assert not mix(codes, logits, 0.0, torch.Generator().manual_seed(0)).any()
+
+
 def test_trains_a_bundle_that_draws(scripts: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import build_bundle
     import train_head
@@ -64,12 +75,20 @@ def test_trains_a_bundle_that_draws(scripts: None, tmp_path: Path, capsys: pytes
     )
     train_vq.train(vq)
     target: dict = {"vq": vq.out, "out": tmp_path / "target", "num_codes": 32, "layers": 2, "hidden": 32, "lr": 1e-3}
-    target |= {"corruption": 0.3, "blind": 0.0, "only": None, "save_every": 2, "compile": False}
+    target |= {
+        "corruption": 0.3,
+        "blind": 0.0,
+        "only": None,
+        "own": 0.0,
+        "first": 1.0,
+        "save_every": 2,
+        "compile": False,
+    }
     train_target.train(Namespace(**common, **target, init=None, steps=2))
     train_target.train(Namespace(**common, **target, init=None, steps=4))  # goes on from step 2
     steps = (tmp_path / "target" / "log.jsonl").read_text().splitlines()
     assert len([line for line in steps if '"nll"' in line]) == 2
-    blind = target | {"out": tmp_path / "blind", "blind": 0.5, "only": STYLES[1:], "lr": 0.0}
+    blind = target | {"out": tmp_path / "blind", "blind": 0.5, "only": STYLES[1:], "own": 1.0, "first": 4.0, "lr": 0.0}
     train_target.train(Namespace(**common, **blind, init=tmp_path / "target" / "checkpoint.pt", steps=2))
     first, started = (load_checkpoint(tmp_path / name / "checkpoint.pt") for name in ("target", "blind"))
     assert all(torch.equal(value, started["model"][name]) for name, value in first["model"].items())

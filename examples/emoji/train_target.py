@@ -103,6 +103,17 @@ def corrupt(codes: Tensor, most: float, blind: Tensor, generator: torch.Generato
     )
 
 
+def mix(codes: Tensor, logits: Tensor, most: float, generator: torch.Generator) -> Tensor:
+    """Replace a share of each picture's input codes, uniform up to `most`, by draws of the target in their places.
+
+    Scheduled sampling in two passes (arXiv 1906.07651): behind a code that it drew itself the target has to find back,
+    while in training it would only ever see true ones, or false ones that it would not draw.
+    """
+    drawn = torch.multinomial(logits.float().softmax(-1).flatten(0, 1), 1, generator=generator).view_as(codes)
+    rate = most * torch.rand(len(codes), 1, generator=generator)
+    return torch.where(torch.rand(codes.shape, generator=generator) < rate, drawn, codes)
+
+
 def build_optimizers(model: TextToCodes) -> list[torch.optim.Optimizer]:
     """Muon on the hidden matrices of the target, AdamW on the rest; `scale` of a group multiplies the learning rate.
 
@@ -178,9 +189,16 @@ def train(args: argparse.Namespace) -> None:
             for group in optimizer.param_groups:
                 group["lr"] = args.lr * group["scale"] * warmup_cosine(step, args.steps, 100)
         context = corrupt(codes[chosen], args.corruption, blind, generator)
+        if args.own:  # an autocast of its own, which would keep weights without gradients for the pass that follows
+            with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=args.bf16):
+                drawn = model(prompts, context, drop)
+            context = mix(context, drawn, args.own, generator)
         with torch.autocast("cpu", torch.bfloat16, enabled=args.bf16):
             logits = model(prompts, context, drop)
-        loss = F.cross_entropy(logits.float().flatten(0, 1), codes[chosen].flatten())
+        losses = F.cross_entropy(logits.float().transpose(1, 2), codes[chosen], reduction="none").mean(0)
+        weights = torch.ones_like(losses)
+        weights[: 2 * target.config.grid_size[1]] = args.first
+        loss = (losses * weights).sum() / weights.sum()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
@@ -225,6 +243,8 @@ if __name__ == "__main__":
     parser.add_argument("--corruption", type=float, default=0.9, help="largest share of false input codes")
     parser.add_argument("--blind", type=float, default=0.0, help="share of pictures that only the text tells, at first")
     parser.add_argument("--init", type=Path, help="checkpoint.pt of an earlier run, whose weights to start from")
+    parser.add_argument("--own", type=float, default=0.0, help="largest share of input codes that the target draws")
+    parser.add_argument("--first", type=float, default=1.0, help="weight of the first two rows, which decide the rest")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save-every", type=int, default=250)
     parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=True)
