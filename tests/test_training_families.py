@@ -117,7 +117,7 @@ def test_prompts_are_those_of_image_prompts(pupil: Pupil, guided: bool) -> None:
         return
     conditioner.check(3.0 if guided else 1.0)
     scale = 3.0 if guided else None
-    expected = image_prompts(target, pupil.processor(), pupil.prompts, guidance_scale=scale, **pupil.size)
+    expected = image_prompts(target, pupil.processor(), pupil.prompts, guidance_scale=scale, **pupil.wish)
     assert conditioner.num_tokens == expected.pop("max_new_tokens") == pupil.tokens
     batch = collate([row | {"tokens": torch.zeros(1)} for row in conditioner.encode_prompts(pupil.rows)])
     adapter = bound_adapter(target, batch.prompt)
@@ -163,8 +163,7 @@ def test_rows_may_have_sizes_of_their_own() -> None:
 def test_images_become_the_tokens_that_decoding_would_give(pupil: Pupil) -> None:
     target = pupil.make()
     conditioner = pupil.conditioner(target)
-    height, width = pupil.size.get("height", 0), pupil.size.get("width", 0)
-    height, width = (height, width) if height else {"anole": (8, 8), "janus": (16, 16)}[pupil.name]
+    width, height = pupil.size
     rng = np.random.default_rng(0)
     pictures = [PIL.Image.fromarray(rng.integers(0, 255, (height, width, 3), dtype=np.uint8)) for _ in range(2)]
     tokens = conditioner.encode_images(pictures)
@@ -177,7 +176,7 @@ def test_images_become_the_tokens_that_decoding_would_give(pupil: Pupil) -> None
     if pupil.name == "anole":
         assert torch.equal(tokens, target.get_image_tokens(pixels))
     elif pupil.name == "lumina":
-        assert torch.equal(codes, encode_pixels(pupil.vq_model(target), pixels))
+        assert torch.equal(codes, encode_pixels(pupil.decoder(target), pixels))
     else:
         own = pupil.processor().image_processor
         mean, deviation = (torch.tensor(values).view(3, 1, 1) for values in (own.image_mean, own.image_std))
@@ -194,7 +193,7 @@ def test_images_that_cannot_be_read_are_refused() -> None:
     with pytest.raises(ValueError, match="as a small and a large grid of codes is not published"):
         BY_NAME["glm_image"].conditioner().encode_images(picture)
     lumina = BY_NAME["lumina"]
-    bare = type(lumina.conditioner())(lumina.make(), lumina.processor(), **lumina.size)
+    bare = type(lumina.conditioner())(lumina.make(), lumina.processor(), **lumina.wish)
     with pytest.raises(ValueError, match="`vq_model` is needed"):
         bare.encode_images(picture)
 
@@ -281,9 +280,9 @@ def test_training_on_cached_features_is_training_on_the_target(name: str, settin
 @every_pupil
 def test_distilled_sequences_are_what_the_pipeline_draws(pupil: Pupil, tmp_path: Path) -> None:
     target = pupil.make()
-    pipe = LanternPipeline.from_target(target, pupil.processor(), vq_model=pupil.vq_model(target), top_k=12)
+    pipe = LanternPipeline.from_target(target, pupil.processor(), vq_model=pupil.decoder(target), top_k=12)
     pipe.enable_progress(False)
-    conditioner = PipelineConditioner(pipe, **pupil.size)
+    conditioner = PipelineConditioner(pipe, **pupil.wish)
     scale = pipe.config.guidance_scale
     assert (scale == 1.0) == (pupil.name == "glm_image")
     config = DistilConfig(guidance_scale=scale, top_k=12, batch_size=2)
@@ -291,11 +290,11 @@ def test_distilled_sequences_are_what_the_pipeline_draws(pupil: Pupil, tmp_path:
     rows = read_rows(tmp_path)
     assert [row["prompt"] for row in rows] == list(pupil.prompts)
     assert [len(row["tokens"]) for row in rows] == [pupil.tokens] * 2
-    assert [{side: row[side] for side in pupil.size} for row in rows] == [pupil.size] * 2
+    assert [{side: row[side] for side in pupil.wish} for row in rows] == [pupil.wish] * 2
     batch, adapter = batch_of(conditioner, rows, torch.stack([row["tokens"].long() for row in rows]))
     check_structure(adapter, batch)
     seeds = [torch.Generator().manual_seed(seed_of(0, row, "sequence")) for row in range(2)]
-    drawn = pipe(list(pupil.prompts), generator=seeds, output_type="latent", lantern_config=None, **pupil.size)
+    drawn = pipe(list(pupil.prompts), generator=seeds, output_type="latent", lantern_config=None, **pupil.wish)
     assert torch.equal(torch.stack([image for (image,) in adapter.image_codes(batch.tokens)]), drawn.codes)
     # Sizes travel with the rows, so that whoever trains need not say them again.
     again = ConditionedSequences(rows, pupil.conditioner(target, height=None, width=None))

@@ -57,7 +57,7 @@ def test_decoding_takes_the_passes_that_training_predicts(name: str, tmp_path: P
     out = run_generate(
         target,
         (),
-        image_prompts(target, pupil.processor(), prompts, **pupil.size)
+        image_prompts(target, pupil.processor(), prompts, **pupil.wish)
         | {
             "custom_generate": lantern_generate,
             "assistant": head,

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from family_pipelines import DRAWERS
+from family_pipelines import DRAWERS, Drawer
 from tiny_families import glm_image_processor, tiny_glm_image
 
 from lantern_hf.training import ProcessorConditioner, TokenBatch, collate
@@ -16,32 +15,20 @@ from lantern_hf.training.binding import bound_adapter
 
 
 @dataclass(frozen=True)
-class Pupil:
+class Pupil(Drawer):
     """A family that a head is trained for.
 
     Attributes:
-        name: Name of the family.
-        make: Gives its tiny target, always with the same weights.
-        processor: Gives what stands beside it.
-        prompts: Two prompts of unequal length.
-        size: Height and width in pixels to ask for; empty where the model has one size.
-        tokens: Tokens of an image of this size.
-        vq_model: Gives a VQ model to stand beside the target, where it needs one.
+        tokens: Tokens of an image.
     """
 
-    name: str
-    make: Callable[[], Any]
-    processor: Callable[[], Any]
-    prompts: tuple[str, str]
-    size: dict[str, int]
-    tokens: int
-    vq_model: Callable[[Any], Any] = field(default=lambda model: None)
+    tokens: int = 0
 
     def conditioner(self, target: Any = None, **size: int) -> ProcessorConditioner:
         """A conditioner of the target and its processor, at the row's size unless told otherwise."""
         target = self.make() if target is None else target
         return ProcessorConditioner(
-            target, self.processor(), vq_model=self.vq_model(target), **(size if size else self.size)
+            target, self.processor(), vq_model=self.decoder(target), **(size if size else self.wish)
         )
 
     @property
@@ -57,11 +44,13 @@ GLM = Pupil(
     tiny_glm_image,
     glm_image_processor,
     ("a red fox", "blue"),
+    (2, 2),
+    (64, 64),
     {"height": 64, "width": 64},
-    2 * 2 + 16 * 16 + 1,
+    tokens=2 * 2 + 16 * 16 + 1,
 )
 PUPILS = (
-    *(Pupil(d.name, d.make, d.processor, d.prompts, d.wish, COUNTS[d.name], d.decoder) for d in DRAWERS),
+    *(Pupil(**vars(drawer), tokens=COUNTS[drawer.name]) for drawer in DRAWERS),
     GLM,
 )
 BY_NAME = {pupil.name: pupil for pupil in PUPILS}

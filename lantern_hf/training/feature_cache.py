@@ -68,9 +68,9 @@ class _Reading(NamedTuple):
         for first in range(items.start, items.stop, self.batch_size):
             indices = range(first, min(first + self.batch_size, items.stop))
             batch = collate(fetch(self.dataset, indices)).to(input_device(self.target))
-            adapter = bound_adapter(self.target, batch.prompt, self.target_options)
             kinds = {0: batch}
             if self.both_prompts:
+                adapter = bound_adapter(self.target, batch.prompt, self.target_options)
                 kinds[1] = drop_prompts(adapter, batch, torch.ones(len(indices), dtype=torch.bool))
             for kind, read in kinds.items():
                 with autocast(batch.tokens.device, self.mixed_precision):
