@@ -58,6 +58,22 @@ def test_the_target_reads_its_own_draws(scripts: None) -> None:
     assert not mix(codes, logits, 0.0, torch.Generator().manual_seed(0)).any()
 
 
+def test_what_is_predicted_ahead_reads_the_codes_between(scripts: None) -> None:
+    from train_target import Ahead, build_target
+
+    torch.manual_seed(0)
+    target, codes = build_target(16, layers=2, hidden=32, caption_dim=8), torch.randint(16, (2, 256))
+    ahead, states = Ahead(32), torch.randn(2, 256, 32)
+    base = ahead(target, states, codes)
+    assert [tuple(logits.shape) for logits in base] == [(2, 255, 16), (2, 254, 16), (2, 253, 16)]
+    codes[:, 10] = (codes[:, 10] + 1) % 16
+    changed = [
+        ((a - b).abs().amax((0, 2)) > 0).nonzero().flatten().tolist()
+        for a, b in zip(base, ahead(target, states, codes), strict=True)
+    ]
+    assert changed == [[10], [9, 10], [8, 9, 10]]  # from state i, n further, with codes i to i + n - 1
+
+
 def test_trains_a_bundle_that_draws(scripts: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import build_bundle
     import train_head
@@ -81,11 +97,12 @@ def test_trains_a_bundle_that_draws(scripts: None, tmp_path: Path, capsys: pytes
         "only": None,
         "own": 0.0,
         "first": 1.0,
+        "ahead": 0.0,
         "save_every": 2,
         "compile": False,
     }
-    train_target.train(Namespace(**common, **target, init=None, steps=2))
-    train_target.train(Namespace(**common, **target, init=None, steps=4))  # goes on from step 2
+    train_target.train(Namespace(**common, **(target | {"ahead": 0.5}), init=None, steps=2))
+    train_target.train(Namespace(**common, **(target | {"ahead": 0.5}), init=None, steps=4))  # goes on from step 2
     steps = (tmp_path / "target" / "log.jsonl").read_text().splitlines()
     assert len([line for line in steps if '"nll"' in line]) == 2
     blind = target | {"out": tmp_path / "blind", "blind": 0.5, "only": STYLES[1:], "own": 1.0, "first": 4.0, "lr": 0.0}

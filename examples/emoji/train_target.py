@@ -74,8 +74,8 @@ class TextToCodes(nn.Module):
         super().__init__()
         self.encoder, self.target, self.tokenizer = encoder, target, tokenizer
 
-    def forward(self, prompts: list[str], codes: Tensor, drop: Tensor) -> Tensor:
-        """Return the logits that predict each code, `(B, 256, K)`; rows of `drop` see no caption."""
+    def hidden(self, prompts: list[str], codes: Tensor, drop: Tensor) -> Tensor:
+        """Return the hidden states that predict each code, `(B, 256, D)`; rows of `drop` see no caption."""
         features, mask = encode_prompts(self.tokenizer, self.encoder, prompts)
         target, prefix = self.target, PREFIX_LENGTH
         prefix_ids = torch.where(drop[:, None], target.unconditional_ids(len(codes)), target.caption_ids(len(codes)))
@@ -84,7 +84,37 @@ class TextToCodes(nn.Module):
         hidden = target.model(
             input_ids=input_ids, attention_mask=attention_mask, caption_embeds=features, use_cache=False
         ).last_hidden_state
-        return target.image_logits(hidden[:, prefix - 1 :])
+        return hidden[:, prefix - 1 :]
+
+    def forward(self, prompts: list[str], codes: Tensor, drop: Tensor) -> Tensor:
+        """Return the logits that predict each code, `(B, 256, K)`; rows of `drop` see no caption."""
+        return self.target.image_logits(self.hidden(prompts, codes, drop))
+
+
+class Ahead(nn.Module):
+    """Predicts codes further ahead, from a hidden state and the codes between, as a draft head will have to.
+
+    Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2) with a perceptron for a block: what it learns
+    is thrown away, but the hidden states come to hold what the codes after the next will be.
+
+    Args:
+        hidden: Size of the target's hidden states.
+        depth: Codes ahead of the next one.
+    """
+
+    def __init__(self, hidden: int, depth: int = 3):
+        super().__init__()
+        self.depth = depth
+        self.mix = nn.Sequential(nn.Linear(2 * hidden, 4 * hidden), nn.GELU(), nn.Linear(4 * hidden, hidden))
+
+    def forward(self, target: LlamaGenForConditionalGeneration, states: Tensor, context: Tensor) -> list[Tensor]:
+        """Return, for 1 to `depth` codes ahead, the logits that predict `codes[:, ahead:]`, `(B, 256 - ahead, K)`."""
+        logits = []
+        for ahead in range(1, self.depth + 1):
+            between = target.model.embed_tokens(context[:, ahead - 1 : -1])
+            states = states[:, :-1] + self.mix(torch.cat([states[:, :-1], between], dim=-1))
+            logits.append(target.image_logits(states))
+        return logits
 
 
 def corrupt(codes: Tensor, most: float, blind: Tensor, generator: torch.Generator) -> Tensor:
@@ -114,7 +144,7 @@ def mix(codes: Tensor, logits: Tensor, most: float, generator: torch.Generator) 
     return torch.where(torch.rand(codes.shape, generator=generator) < rate, drawn, codes)
 
 
-def build_optimizers(model: TextToCodes) -> list[torch.optim.Optimizer]:
+def build_optimizers(model: TextToCodes, ahead: Ahead | None = None) -> list[torch.optim.Optimizer]:
     """Muon on the hidden matrices of the target, AdamW on the rest; `scale` of a group multiplies the learning rate.
 
     The text path has rates of its own. At Muon's the caption projection grew to 300 times a code's embedding
@@ -129,6 +159,8 @@ def build_optimizers(model: TextToCodes) -> list[torch.optim.Optimizer]:
     rest = [p for p in model.parameters() if id(p) not in chosen]
     muon = [{"params": hidden, "scale": 1.0}]
     adamw = [{"params": rest, "scale": 0.3}, {"params": text, "scale": 0.3}, {"params": [words], "scale": 8.0}]
+    if ahead is not None:
+        adamw.append({"params": list(ahead.parameters()), "scale": 1.0})
     return [
         torch.optim.Muon(muon, lr=1.0, momentum=0.95, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(adamw, lr=1.0, betas=(0.9, 0.95), weight_decay=0.01),
@@ -160,10 +192,13 @@ def train(args: argparse.Namespace) -> None:
     encoder = build_text_encoder(len(tokenizer))
     target = build_target(args.num_codes, args.layers, args.hidden, encoder.config.d_model)
     model = TextToCodes(encoder, target, tokenizer)
-    optimizers = build_optimizers(model)
+    ahead = Ahead(args.hidden) if args.ahead else None
+    optimizers = build_optimizers(model, ahead)
     step, elapsed, checkpoint_path = 0, 0.0, args.out / "checkpoint.pt"
     if (state := load_checkpoint(checkpoint_path)) is not None:
         model.load_state_dict(state["model"])
+        if ahead is not None:
+            ahead.load_state_dict(state["ahead"])
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         step, elapsed = state["step"], state["seconds"]
@@ -194,18 +229,22 @@ def train(args: argparse.Namespace) -> None:
                 drawn = model(prompts, context, drop)
             context = mix(context, drawn, args.own, generator)
         with torch.autocast("cpu", torch.bfloat16, enabled=args.bf16):
-            logits = model(prompts, context, drop)
+            states = model.hidden(prompts, context, drop)
+            logits = target.image_logits(states)
+            further = [] if ahead is None else ahead(target, states, context)
         losses = F.cross_entropy(logits.float().transpose(1, 2), codes[chosen], reduction="none").mean(0)
         weights = torch.ones_like(losses)
         weights[: 2 * target.config.grid_size[1]] = args.first
         loss = (losses * weights).sum() / weights.sum()
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        later = [F.cross_entropy(far.float().transpose(1, 2), codes[chosen][:, i:]) for i, far in enumerate(further, 1)]
+        (loss + args.ahead * torch.stack(later).mean() if later else loss).backward()
+        norm = torch.nn.utils.clip_grad_norm_([*model.parameters(), *(ahead.parameters() if ahead else [])], 1.0)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         if step % 20 == 0:
-            log.write(step=step, loss=loss.item(), grad_norm=norm.item())
+            parts = {f"loss_ahead_{i}": value.item() for i, value in enumerate(later, 1)}
+            log.write(step=step, loss=loss.item(), grad_norm=norm.item(), **parts)
             bar.set_postfix(loss=f"{loss.item():.3f}")
         last = step + 1 == args.steps
         if (step + 1) % args.save_every == 0 or last:
@@ -218,6 +257,8 @@ def train(args: argparse.Namespace) -> None:
             figures["caption_gap"] = validate(model, other, codes[some], args.bf16)["nll"] - right
             log.write(step=step + 1, nll_seen=right, **figures)
             state = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers], "step": step + 1}
+            if ahead is not None:
+                state["ahead"] = ahead.state_dict()
             save_checkpoint(checkpoint_path, state | {"seconds": log.elapsed})
     target.save_pretrained(args.out / "transformer")
     encoder.save_pretrained(args.out / "text_encoder")
@@ -245,6 +286,7 @@ if __name__ == "__main__":
     parser.add_argument("--init", type=Path, help="checkpoint.pt of an earlier run, whose weights to start from")
     parser.add_argument("--own", type=float, default=0.0, help="largest share of input codes that the target draws")
     parser.add_argument("--first", type=float, default=1.0, help="weight of the first two rows, which decide the rest")
+    parser.add_argument("--ahead", type=float, default=0.0, help="weight of predicting three codes after the next")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save-every", type=int, default=250)
     parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=True)
