@@ -97,15 +97,16 @@ def test_trains_a_bundle_that_draws(scripts: None, tmp_path: Path, capsys: pytes
         "only": None,
         "own": 0.0,
         "first": 1.0,
-        "ahead": 0.0,
+        "ahead": 0.5,
         "save_every": 2,
         "compile": False,
     }
-    train_target.train(Namespace(**common, **(target | {"ahead": 0.5}), init=None, steps=2))
-    train_target.train(Namespace(**common, **(target | {"ahead": 0.5}), init=None, steps=4))  # goes on from step 2
+    train_target.train(Namespace(**common, **target, init=None, steps=2))
+    train_target.train(Namespace(**common, **target, init=None, steps=4))  # goes on from step 2
     steps = (tmp_path / "target" / "log.jsonl").read_text().splitlines()
     assert len([line for line in steps if '"nll"' in line]) == 2
-    blind = target | {"out": tmp_path / "blind", "blind": 0.5, "only": STYLES[1:], "own": 1.0, "first": 4.0, "lr": 0.0}
+    blind = target | {"out": tmp_path / "blind", "blind": 0.5, "only": STYLES[1:], "own": 1.0, "first": 4.0}
+    blind |= {"ahead": 0.0, "lr": 0.0}
     train_target.train(Namespace(**common, **blind, init=tmp_path / "target" / "checkpoint.pt", steps=2))
     first, started = (load_checkpoint(tmp_path / name / "checkpoint.pt") for name in ("target", "blind"))
     assert all(torch.equal(value, started["model"][name]) for name, value in first["model"].items())
