@@ -105,6 +105,8 @@ def test_trains_a_bundle_that_draws(scripts: None, tmp_path: Path, capsys: pytes
     train_target.train(Namespace(**common, **target, init=None, steps=4))  # goes on from step 2
     steps = (tmp_path / "target" / "log.jsonl").read_text().splitlines()
     assert len([line for line in steps if '"nll"' in line]) == 2
+    with pytest.raises(ValueError, match=r"--ahead 0\.0: .* made with it; go on as it began"):
+        train_target.train(Namespace(**common, **target | {"ahead": 0.0}, init=None, steps=6))
     blind = target | {"out": tmp_path / "blind", "blind": 0.5, "only": STYLES[1:], "own": 1.0, "first": 4.0}
     blind |= {"ahead": 0.0, "lr": 0.0}
     train_target.train(Namespace(**common, **blind, init=tmp_path / "target" / "checkpoint.pt", steps=2))

@@ -182,10 +182,75 @@ def validate(model: TextToCodes, captions: list[str], codes: Tensor, bf16: bool)
     return {"nll": nll, "entropy": entropy, "top1": top1}
 
 
+def resume(
+    args: argparse.Namespace, model: TextToCodes, ahead: Ahead | None, optimizers: list[torch.optim.Optimizer]
+) -> tuple[int, float]:
+    """Load the run's own checkpoint, or else the weights of `--init`; return its step and its seconds."""
+    path = args.out / "checkpoint.pt"
+    if (state := load_checkpoint(path)) is None:
+        if args.init:
+            if (state := load_checkpoint(args.init)) is None:
+                raise FileNotFoundError(f"--init {args.init}: no such file; give the checkpoint.pt of an earlier run.")
+            model.load_state_dict(state["model"])
+        return 0, 0.0
+    if ("ahead" in state) != (ahead is not None):
+        made = "with" if "ahead" in state else "without"
+        raise ValueError(f"--ahead {args.ahead}: {path} was made {made} it; go on as it began, or give another --out.")
+    model.load_state_dict(state["model"])
+    if ahead is not None:
+        ahead.load_state_dict(state["ahead"])
+    for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+        optimizer.load_state_dict(saved)
+    return state["step"], state["seconds"]
+
+
+def batch_losses(
+    args: argparse.Namespace,
+    model: TextToCodes,
+    ahead: Ahead | None,
+    prompts: list[str],
+    codes: Tensor,
+    share: float,
+    generator: torch.Generator,
+) -> tuple[Tensor, list[Tensor]]:
+    """Return the weighted NLL of `codes`, `(B, 256)`, in nats a code, and that of codes 1, 2, ... further ahead.
+
+    `share` of the pictures have no true input code, and only their text tells them.
+    """
+    drop = torch.rand(len(codes), generator=generator) < 0.1
+    blind = (torch.rand(len(codes), generator=generator) < share) & ~drop
+    context = corrupt(codes, args.corruption, blind, generator)
+    if args.own:  # an autocast of its own, which would keep weights without gradients for the pass that follows
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=args.bf16):
+            drawn = model(prompts, context, drop)
+        context = mix(context, drawn, args.own, generator)
+    with torch.autocast("cpu", torch.bfloat16, enabled=args.bf16):
+        states = model.hidden(prompts, context, drop)
+        logits = model.target.image_logits(states)
+        further = [] if ahead is None else ahead(model.target, states, context)
+    losses = F.cross_entropy(logits.float().transpose(1, 2), codes, reduction="none").mean(0)
+    weights = torch.ones_like(losses)
+    weights[: 2 * model.target.config.grid_size[1]] = args.first
+    later = [F.cross_entropy(far.float().transpose(1, 2), codes[:, i:]) for i, far in enumerate(further, 1)]
+    return (losses * weights).sum() / weights.sum(), later
+
+
+def measure(
+    model: TextToCodes, captions: list[str], codes: Tensor, seen: Tensor, held_out: Tensor, bf16: bool
+) -> dict[str, float]:
+    """Figures of held-out pictures, NLL of as many seen ones, and what a wrong caption costs these."""
+    some = seen[:: max(1, len(seen) // len(held_out))]
+    own, other = ([captions[i] for i in rows.tolist()] for rows in (some, some.roll(1)))
+    right = validate(model, own, codes[some], bf16)["nll"]
+    gap = validate(model, other, codes[some], bf16)["nll"] - right
+    figures = validate(model, [captions[i] for i in held_out.tolist()], codes[held_out], bf16)
+    return {"nll_seen": right, **figures, "caption_gap": gap}
+
+
 def train(args: argparse.Namespace) -> None:
     torch.manual_seed(args.seed)
     emoji: EmojiSet = load_emoji(args.data, args.styles)
-    codes = encode_images(args.vq, emoji.images)
+    codes, captions = encode_images(args.vq, emoji.images), [str(caption) for caption in emoji.captions]
     drawn = np.isin(emoji.styles, args.only or args.styles)
     seen, held_out = (torch.from_numpy(drawn & mask).nonzero().flatten() for mask in (~emoji.held_out, emoji.held_out))
     tokenizer = build_tokenizer([str(c) for c in emoji.captions[~emoji.held_out]], args.styles)
@@ -193,23 +258,11 @@ def train(args: argparse.Namespace) -> None:
     target = build_target(args.num_codes, args.layers, args.hidden, encoder.config.d_model)
     model = TextToCodes(encoder, target, tokenizer)
     ahead = Ahead(args.hidden) if args.ahead else None
+    trained = [*model.parameters(), *(ahead.parameters() if ahead else [])]
     optimizers = build_optimizers(model, ahead)
-    step, elapsed, checkpoint_path = 0, 0.0, args.out / "checkpoint.pt"
-    if (state := load_checkpoint(checkpoint_path)) is not None:
-        model.load_state_dict(state["model"])
-        if ahead is not None:
-            ahead.load_state_dict(state["ahead"])
-        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        step, elapsed = state["step"], state["seconds"]
-    elif args.init:
-        if (state := load_checkpoint(args.init)) is None:
-            raise FileNotFoundError(f"--init {args.init}: no such file; give the checkpoint.pt of an earlier run.")
-        model.load_state_dict(state["model"])
-    if args.compile:
-        with (
-            torch.no_grad()
-        ):  # the rotary table is made on first use; made here, it is a constant of the compiled graph
+    step, elapsed = resume(args, model, ahead, optimizers)
+    if args.compile:  # the rotary table is made on first use; made here, it is a constant of the compiled graph
+        with torch.no_grad():
             target(target.unconditional_ids(1))
         target.model.compile(dynamic=False)
     log = LossLog(args.out / "log.jsonl", elapsed)
@@ -217,28 +270,13 @@ def train(args: argparse.Namespace) -> None:
     for step in bar:
         generator = torch.Generator().manual_seed(args.seed * 1_000_003 + step)  # a resumed run draws the same batches
         chosen = seen[torch.randint(len(seen), (args.batch_size,), generator=generator)]
-        prompts = [training_prompt(str(emoji.captions[i]), str(emoji.styles[i]), generator) for i in chosen.tolist()]
-        drop = torch.rand(args.batch_size, generator=generator) < 0.1
-        blind = (torch.rand(args.batch_size, generator=generator) < args.blind * (1 - step / args.steps)) & ~drop
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = args.lr * group["scale"] * warmup_cosine(step, args.steps, 100)
-        context = corrupt(codes[chosen], args.corruption, blind, generator)
-        if args.own:  # an autocast of its own, which would keep weights without gradients for the pass that follows
-            with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=args.bf16):
-                drawn = model(prompts, context, drop)
-            context = mix(context, drawn, args.own, generator)
-        with torch.autocast("cpu", torch.bfloat16, enabled=args.bf16):
-            states = model.hidden(prompts, context, drop)
-            logits = target.image_logits(states)
-            further = [] if ahead is None else ahead(target, states, context)
-        losses = F.cross_entropy(logits.float().transpose(1, 2), codes[chosen], reduction="none").mean(0)
-        weights = torch.ones_like(losses)
-        weights[: 2 * target.config.grid_size[1]] = args.first
-        loss = (losses * weights).sum() / weights.sum()
-        later = [F.cross_entropy(far.float().transpose(1, 2), codes[chosen][:, i:]) for i, far in enumerate(further, 1)]
+        prompts = [training_prompt(captions[i], str(emoji.styles[i]), generator) for i in chosen.tolist()]
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+            group["lr"] = args.lr * group["scale"] * warmup_cosine(step, args.steps, 100)
+        share = args.blind * (1 - step / args.steps)
+        loss, later = batch_losses(args, model, ahead, prompts, codes[chosen], share, generator)
         (loss + args.ahead * torch.stack(later).mean() if later else loss).backward()
-        norm = torch.nn.utils.clip_grad_norm_([*model.parameters(), *(ahead.parameters() if ahead else [])], 1.0)
+        norm = torch.nn.utils.clip_grad_norm_(trained, 1.0)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -248,18 +286,11 @@ def train(args: argparse.Namespace) -> None:
             bar.set_postfix(loss=f"{loss.item():.3f}")
         last = step + 1 == args.steps
         if (step + 1) % args.save_every == 0 or last:
-            subset, count = (held_out, len(held_out)) if last else (held_out[:96], 96)
-            names = [str(emoji.captions[i]) for i in range(len(emoji.captions))]
-            figures = validate(model, [names[i] for i in subset.tolist()], codes[subset], args.bf16)
-            some = seen[:: max(1, len(seen) // count)]
-            own, other = [names[i] for i in some.tolist()], [names[i] for i in some.roll(1).tolist()]
-            right = validate(model, own, codes[some], args.bf16)["nll"]
-            figures["caption_gap"] = validate(model, other, codes[some], args.bf16)["nll"] - right
-            log.write(step=step + 1, nll_seen=right, **figures)
+            subset = held_out if last else held_out[:96]
+            log.write(step=step + 1, **measure(model, captions, codes, seen, subset, args.bf16))
             state = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers], "step": step + 1}
-            if ahead is not None:
-                state["ahead"] = ahead.state_dict()
-            save_checkpoint(checkpoint_path, state | {"seconds": log.elapsed})
+            state |= {"ahead": ahead.state_dict()} if ahead is not None else {}
+            save_checkpoint(args.out / "checkpoint.pt", state | {"seconds": log.elapsed})
     target.save_pretrained(args.out / "transformer")
     encoder.save_pretrained(args.out / "text_encoder")
     tokenizer.save_pretrained(args.out / "tokenizer")
