@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import prompt, tiny_chameleon, tiny_head, tiny_llama, tiny_llamagen
-from fake_hub import CLIENT_WARNING, TOKEN, FakeHub, connect, serve
+from fake_hub import CLIENT_WARNING, TOKEN, FakeHub, connect
+from hub_server import serve
 
 import lantern_hf
 from lantern_hf import LanternConfig

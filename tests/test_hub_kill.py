@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import NUM_CODES, tiny_head, tiny_llamagen
-from fake_hub import CLIENT_WARNING, TOKEN, FakeHub, FakeRepo, connect, serve
+from fake_hub import CLIENT_WARNING, TOKEN, FakeHub, FakeRepo, connect
+from hub_server import serve
 
 import lantern_hf
 from lantern_hf import LanternDraftModel, NeighborTable

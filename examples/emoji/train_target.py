@@ -183,10 +183,13 @@ def validate(model: TextToCodes, captions: list[str], codes: Tensor, bf16: bool)
 
 
 def resume(
-    args: argparse.Namespace, model: TextToCodes, ahead: Ahead | None, optimizers: list[torch.optim.Optimizer]
+    path: Path,
+    args: argparse.Namespace,
+    model: TextToCodes,
+    ahead: Ahead | None,
+    optimizers: list[torch.optim.Optimizer],
 ) -> tuple[int, float]:
-    """Load the run's own checkpoint, or else the weights of `--init`; return its step and its seconds."""
-    path = args.out / "checkpoint.pt"
+    """Load the run's own checkpoint at `path`, or else the weights of `--init`; return its step and its seconds."""
     if (state := load_checkpoint(path)) is None:
         if args.init:
             if (state := load_checkpoint(args.init)) is None:
@@ -260,7 +263,8 @@ def train(args: argparse.Namespace) -> None:
     ahead = Ahead(args.hidden) if args.ahead else None
     trained = [*model.parameters(), *(ahead.parameters() if ahead else [])]
     optimizers = build_optimizers(model, ahead)
-    step, elapsed = resume(args, model, ahead, optimizers)
+    checkpoint_path = args.out / "checkpoint.pt"
+    step, elapsed = resume(checkpoint_path, args, model, ahead, optimizers)
     if args.compile:  # the rotary table is made on first use; made here, it is a constant of the compiled graph
         with torch.no_grad():
             target(target.unconditional_ids(1))
@@ -289,8 +293,9 @@ def train(args: argparse.Namespace) -> None:
             subset = held_out if last else held_out[:96]
             log.write(step=step + 1, **measure(model, captions, codes, seen, subset, args.bf16))
             state = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers], "step": step + 1}
-            state |= {"ahead": ahead.state_dict()} if ahead is not None else {}
-            save_checkpoint(args.out / "checkpoint.pt", state | {"seconds": log.elapsed})
+            if ahead is not None:
+                state["ahead"] = ahead.state_dict()
+            save_checkpoint(checkpoint_path, state | {"seconds": log.elapsed})
     target.save_pretrained(args.out / "transformer")
     encoder.save_pretrained(args.out / "text_encoder")
     tokenizer.save_pretrained(args.out / "tokenizer")
