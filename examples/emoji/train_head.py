@@ -1,9 +1,11 @@
-"""Train the emoji draft head with `lantern-hf train`, on the training pictures' own codes.
+"""Train the emoji draft head with `lantern-hf train`, on the codes of the training pictures and on the target's draws.
 
     python examples/emoji/train_head.py --data runs/emoji64.npz --vq runs/vq --target runs/target --out runs/head
 
-Writes what the command reads, the target as a pipeline and a line of JSON for each picture, and runs it. Further
-options go to `lantern-hf train` as they are and win over those here: `--unroll-steps 1`, `--steps 2000`.
+Writes what the command reads, the target as a pipeline and a line of JSON for each sequence, and runs it.
+`--own-draws 1024` has `lantern-hf distil` draw that many sequences first: decoding goes over the target's own draws,
+which are not its training pictures. Further options go to `lantern-hf train` as they are and win over those here:
+`--unroll-steps 1`, `--steps 2000`.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import VQModel
@@ -22,7 +25,9 @@ from transformers import PreTrainedTokenizerFast, T5EncoderModel
 
 from lantern_hf import LanternPipeline, LlamaGenForConditionalGeneration
 from lantern_hf.cli.app import app
+from lantern_hf.training import read_rows
 
+GUIDANCE = 3.0  # of what is drawn and of what the head learns to draft
 SETTINGS = {
     "--steps": 900,
     "--batch-size": 8,
@@ -31,7 +36,7 @@ SETTINGS = {
     "--max-grad-norm": 1.0,
     "--head-intermediate": 448,
     "--distribution-loss-weight": 1.0,
-    "--guidance-scale": 3.0,
+    "--guidance-scale": GUIDANCE,
     "--unroll-steps": 2,
     "--ema-decay": 0.99,
     "--eval-sequences": 64,
@@ -53,33 +58,59 @@ def write_pipeline(args: argparse.Namespace, folder: Path) -> None:
     ).save_pretrained(folder)
 
 
-def write_sequences(args: argparse.Namespace, path: Path) -> None:
-    """Write prompt and codes of every training picture; half of the prompts name the style."""
+def write_sequences(args: argparse.Namespace, inputs: Path) -> Path:
+    """Write prompt and codes of every training picture and of every own draw; half of the prompts name the style."""
     emoji = load_emoji(args.data, args.styles)
     emoji = emoji.subset(~emoji.held_out)
     coin = torch.Generator().manual_seed(args.seed)
-    with path.open("w", encoding="utf-8") as file:
-        for caption, style, tokens in zip(
-            emoji.captions, emoji.styles, encode_images(args.vq, emoji.images).tolist(), strict=True
-        ):
-            row = {"prompt": training_prompt(str(caption), str(style), coin), "tokens": tokens}
-            file.write(json.dumps(row) + "\n")
+    pairs = list(zip(map(str, emoji.captions), map(str, emoji.styles), strict=True))
+    codes = encode_images(args.vq, emoji.images).tolist()
+    rows = [{"prompt": training_prompt(*pair, coin), "tokens": row} for pair, row in zip(pairs, codes, strict=True)]
+    if args.own_draws:
+        chosen = torch.randint(len(pairs), (args.own_draws,), generator=coin).tolist()
+        rows += own_draws(args, inputs, [training_prompt(*pairs[index], coin) for index in chosen])
+    path = inputs / "sequences.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def own_draws(args: argparse.Namespace, inputs: Path, prompts: list[str]) -> list[dict[str, Any]]:
+    """Have the target draw a sequence for every prompt; a run that was stopped goes on."""
+    asked, drawn = inputs / "prompts.txt", inputs / "draws"
+    asked.write_text("".join(f"{prompt}\n" for prompt in prompts), encoding="utf-8")
+    run_command(
+        "distil",
+        {
+            "--model": inputs / "pipeline",
+            "--prompts": asked,
+            "--output-dir": drawn,
+            "--guidance-scale": GUIDANCE,
+            "--top-k": 0,
+            "--batch-size": 64,
+            "--seed": args.seed,
+            "--device": "cpu",
+        },
+    )
+    return [row | {"tokens": row["tokens"].tolist()} for row in read_rows(drawn)]
+
+
+def run_command(name: str, options: dict[str, Any], further: Sequence[str] = ()) -> None:
+    """Run a command of `lantern-hf` in this process."""
+    app([name, *(str(part) for option in options.items() for part in option), *further], standalone_mode=False)
 
 
 def main(args: argparse.Namespace, further: Sequence[str] = ()) -> None:
     inputs = args.out.with_name(args.out.name + "-inputs")
     inputs.mkdir(parents=True, exist_ok=True)
     write_pipeline(args, inputs / "pipeline")
-    write_sequences(args, inputs / "sequences.jsonl")
-    settings = {
+    options = {
         "--model": inputs / "pipeline",
-        "--data": inputs / "sequences.jsonl",
+        "--data": write_sequences(args, inputs),
         "--output-dir": args.out,
         "--seed": args.seed,
         **SETTINGS,
     }
-    command = [str(part) for option in settings.items() for part in option]
-    app(["train", *command, *further], standalone_mode=False)
+    run_command("train", options, further)
 
 
 if __name__ == "__main__":
@@ -89,5 +120,6 @@ if __name__ == "__main__":
     parser.add_argument("--target", type=Path, default=Path("runs/target"))
     parser.add_argument("--out", type=Path, default=Path("runs/head"))
     parser.add_argument("--styles", nargs="*", default=["noto", "fluent flat"])
+    parser.add_argument("--own-draws", type=int, default=0, help="sequences that the target draws itself")
     parser.add_argument("--seed", type=int, default=0)
     main(*parser.parse_known_args())
