@@ -34,7 +34,6 @@ SETTINGS = {
     "--lr": 2e-3,
     "--warmup-steps": 50,
     "--max-grad-norm": 1.0,
-    "--head-intermediate": 448,
     "--distribution-loss-weight": 1.0,
     "--guidance-scale": GUIDANCE,
     "--unroll-steps": 2,
@@ -108,6 +107,7 @@ def main(args: argparse.Namespace, further: Sequence[str] = ()) -> None:
         "--data": write_sequences(args, inputs),
         "--output-dir": args.out,
         "--seed": args.seed,
+        **({"--init-head": args.init_head} if args.init_head else {"--head-intermediate": 448}),
         **SETTINGS,
     }
     run_command("train", options, further)
@@ -121,5 +121,6 @@ if __name__ == "__main__":
     parser.add_argument("--out", type=Path, default=Path("runs/head"))
     parser.add_argument("--styles", nargs="*", default=["noto", "fluent flat"])
     parser.add_argument("--own-draws", type=int, default=0, help="sequences that the target draws itself")
+    parser.add_argument("--init-head", type=Path, help="folder of a head to start from")
     parser.add_argument("--seed", type=int, default=0)
     main(*parser.parse_known_args())
