@@ -113,13 +113,15 @@ def test_trains_a_bundle_that_draws(scripts: None, tmp_path: Path, capsys: pytes
     train_target.train(Namespace(**common, **blind, init=tmp_path / "target" / "checkpoint.pt", steps=2))
     first, started = (load_checkpoint(tmp_path / name / "checkpoint.pt") for name in ("target", "blind"))
     assert all(torch.equal(value, started["model"][name]) for name, value in first["model"].items())
-    head = {"vq": vq.out, "target": tmp_path / "target", "out": tmp_path / "head0", "own_draws": 0, "init_head": None}
+    head: dict = {"vq": vq.out, "target": tmp_path / "target", "out": tmp_path / "head0"}
+    head |= {"own_draws": 0, "mixed_draws": 0, "init_head": None}
     few = "--steps 2 --warmup-steps 1 --batch-size 2 --unroll-steps 1 --eval-sequences 2 --mixed-precision no"
     train_head.main(Namespace(**common, **head), [*few.split(), "--head-intermediate", "48"])
-    head |= {"out": tmp_path / "head", "own_draws": 2, "init_head": tmp_path / "head0"}
+    head |= {"out": tmp_path / "head", "own_draws": 2, "mixed_draws": 1, "init_head": tmp_path / "head0"}
     train_head.main(Namespace(**common, **head), few.split())
-    own = [json.loads(line) for line in (tmp_path / "head-inputs" / "sequences.jsonl").read_text().splitlines()[-2:]]
+    own = [json.loads(line) for line in (tmp_path / "head-inputs" / "sequences.jsonl").read_text().splitlines()[-3:]]
     assert all(row["prompt"].startswith("square number") and len(row["tokens"]) == 256 for row in own)
+    assert len(own[-1]["prompt"].split(",")[0].split()) == 4  # two words of one caption, two of another
     bundle = {"vq": vq.out, "vq_before": [], "target": target["out"], "target_before": [], "head": tmp_path / "head"}
     build_bundle.main(
         Namespace(

@@ -28,6 +28,7 @@ from lantern_hf.training import DistilConfig, TrainingConfig
         ({"steps": 5, "tree": "oak"}, "'oak' is not a preset"),
         ({"steps": 5, "unroll_steps": 4}, "`unroll_steps` must be 1 to 3, got 4"),
         ({"steps": 5, "unroll_steps": 2, "activation_checkpointing": True}, "`activation_checkpointing` works with"),
+        ({"steps": 5, "overlap_loss_weight": -1.0}, "`overlap_loss_weight` must be at least 0"),
         ({"steps": 5, "feature_loss_weight": 0.0, "distribution_loss_weight": 0.0}, "Give one of them a weight"),
     ],
 )

@@ -43,7 +43,8 @@ def test_the_guided_loss_is_that_of_a_hand_computation(make) -> None:
     batch = collate([data[0], data[1]])
     adapter = adapter_for(target, batch.prompt["input_ids"])
     features = target_features(adapter, both_streams(adapter, batch))
-    objective = DraftObjective(head, feature_loss_weight=0.5, distribution_loss_weight=2.0, guidance_scale=scale)
+    weights = {"feature_loss_weight": 0.5, "distribution_loss_weight": 2.0, "overlap_loss_weight": 3.0}
+    objective = DraftObjective(head, **weights, guidance_scale=scale)
     rows = objective.eval()(features, adapter)
     with torch.no_grad():
         guessed = head(
@@ -67,8 +68,10 @@ def test_the_guided_loss_is_that_of_a_hand_computation(make) -> None:
         feature = (smooth[:2] + smooth[2:]).mean(1) / 2
     torch.testing.assert_close(rows["distribution_loss"], cross_entropy, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(rows["feature_loss"], feature, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(rows["loss"].detach(), 0.5 * feature + 2 * cross_entropy, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(rows["overlap"], torch.minimum(p, q).sum(-1).mean(1), atol=1e-5, rtol=1e-5)
+    distance = 0.5 * (p - q).abs().sum(-1).mean(1)
+    loss = 0.5 * feature + 2 * cross_entropy + 3 * distance
+    torch.testing.assert_close(rows["loss"].detach(), loss, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(rows["overlap"], 1 - distance, atol=1e-5, rtol=1e-5)
     assert rows["agreement"].tolist() == (p.argmax(-1) == q.argmax(-1)).float().mean(1).tolist()
 
 
@@ -96,6 +99,18 @@ def test_guided_training_helps_guided_decoding() -> None:
     )
     assert guided["overlap"] > plain["overlap"] + 0.02
     assert guided["tokens_per_pass"] > plain["tokens_per_pass"]
+
+
+def test_the_overlap_loss_alone_raises_the_overlap() -> None:
+    target = tiny_llamagen()
+    data = sampled(target, 16, 24, guidance=None)
+    settings = {"batch_size": 16, "lr": 1e-2, "feature_loss_weight": 0.0, "distribution_loss_weight": 0.0}
+    settings |= {"overlap_loss_weight": 1.0, "feature_noise": 0.0, "guidance_dropout": 0.0, "save_every": None}
+    few, more = (
+        evaluate_head(target, train_head(target, data, TrainingConfig(steps=steps, **settings)), data)["overlap"]
+        for steps in (1, 60)
+    )
+    assert more > few + 0.02
 
 
 def shares_by_enumeration(p: Tensor, q: Tensor, token: int, width: int) -> list[float]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,34 +62,45 @@ def write_sequences(args: argparse.Namespace, inputs: Path) -> Path:
     emoji = load_emoji(args.data, args.styles)
     emoji = emoji.subset(~emoji.held_out)
     coin = torch.Generator().manual_seed(args.seed)
-    pairs = list(zip(map(str, emoji.captions), map(str, emoji.styles), strict=True))
+    captions, styles = [str(caption) for caption in emoji.captions], [str(style) for style in emoji.styles]
     codes = encode_images(args.vq, emoji.images).tolist()
-    rows = [{"prompt": training_prompt(*pair, coin), "tokens": row} for pair, row in zip(pairs, codes, strict=True)]
-    if args.own_draws:
-        chosen = torch.randint(len(pairs), (args.own_draws,), generator=coin).tolist()
-        rows += own_draws(args, inputs, [training_prompt(*pairs[index], coin) for index in chosen])
+    prompts = [training_prompt(*pair, coin) for pair in zip(captions, styles, strict=True)]
+    rows = [{"prompt": prompt, "tokens": row} for prompt, row in zip(prompts, codes, strict=True)]
+    for name, count, ask in (("draws", args.own_draws, str), ("mixed-draws", args.mixed_draws, mixed(captions, coin))):
+        if count:
+            chosen = torch.randint(len(captions), (count,), generator=coin).tolist()
+            asked = [training_prompt(ask(captions[index]), styles[index], coin) for index in chosen]
+            rows += own_draws(args, inputs / name, inputs / "pipeline", asked)
     path = inputs / "sequences.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
 
 
-def own_draws(args: argparse.Namespace, inputs: Path, prompts: list[str]) -> list[dict[str, Any]]:
+def mixed(captions: list[str], coin: torch.Generator) -> Callable[[str], str]:
+    """Return what joins the first half of a caption's words to the second half of another's: what nobody has drawn."""
+
+    def join(caption: str) -> str:
+        first, second = caption.split(), captions[int(torch.randint(len(captions), (), generator=coin))].split()
+        return " ".join(first[: (len(first) + 1) // 2] + second[len(second) // 2 :])
+
+    return join
+
+
+def own_draws(args: argparse.Namespace, drawn: Path, model: Path, prompts: list[str]) -> list[dict[str, Any]]:
     """Have the target draw a sequence for every prompt; a run that was stopped goes on."""
-    asked, drawn = inputs / "prompts.txt", inputs / "draws"
+    asked = drawn.with_suffix(".txt")
     asked.write_text("".join(f"{prompt}\n" for prompt in prompts), encoding="utf-8")
-    run_command(
-        "distil",
-        {
-            "--model": inputs / "pipeline",
-            "--prompts": asked,
-            "--output-dir": drawn,
-            "--guidance-scale": GUIDANCE,
-            "--top-k": 0,
-            "--batch-size": 64,
-            "--seed": args.seed,
-            "--device": "cpu",
-        },
-    )
+    options = {
+        "--model": model,
+        "--prompts": asked,
+        "--output-dir": drawn,
+        "--guidance-scale": GUIDANCE,
+        "--top-k": 0,
+        "--batch-size": 64,
+        "--seed": args.seed,
+        "--device": "cpu",
+    }
+    run_command("distil", options)
     return [row | {"tokens": row["tokens"].tolist()} for row in read_rows(drawn)]
 
 
@@ -121,6 +132,7 @@ if __name__ == "__main__":
     parser.add_argument("--out", type=Path, default=Path("runs/head"))
     parser.add_argument("--styles", nargs="*", default=["noto", "fluent flat"])
     parser.add_argument("--own-draws", type=int, default=0, help="sequences that the target draws itself")
+    parser.add_argument("--mixed-draws", type=int, default=0, help="the same, by halves of two captions")
     parser.add_argument("--init-head", type=Path, help="folder of a head to start from")
     parser.add_argument("--seed", type=int, default=0)
     main(*parser.parse_known_args())

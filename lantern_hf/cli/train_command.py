@@ -93,6 +93,14 @@ def train(
         Float,
         typer.Option(help="Weight of the cross-entropy to the target.", show_default="0.1", rich_help_panel=_LOSS),
     ] = None,
+    overlap_loss_weight: Annotated[
+        Float,
+        typer.Option(
+            help="Weight of 1 - overlap, the chance that a drafted token is rejected.",
+            show_default="0.0",
+            rich_help_panel=_LOSS,
+        ),
+    ] = None,
     feature_noise: Annotated[
         Float,
         typer.Option(help="Half width of the noise on hidden states.", show_default="0.1", rich_help_panel=_LOSS),

@@ -50,6 +50,10 @@ class TrainingConfig:
         max_grad_norm: Norm to which gradients are clipped; None clips nothing.
         feature_loss_weight: Weight of SmoothL1 between the head's output and the target's next hidden state.
         distribution_loss_weight: Weight of the cross-entropy between the target's distribution and the head's.
+        overlap_loss_weight: Weight of the total variation distance between the two, `1 - sum_x min(p, q)`: the chance
+            that strict decoding rejects one token drawn from the head (DistillSpec, arXiv 2310.08461, section 3). A
+            small head spends the cross-entropy on tails that decoding never asks for; this one it cannot learn from
+            scratch alone, where nothing overlaps.
         feature_noise: Half width of the uniform noise added to the hidden states that the head reads, 0.1 as in the
             EAGLE paper. (EAGLE's code scales it by 512 / length; here it does not depend on the length.) It is
             absolute: hidden states come out of the target's final norm, with entries of order 1.
@@ -94,6 +98,7 @@ class TrainingConfig:
     max_grad_norm: float | None = 0.5
     feature_loss_weight: float = 1.0
     distribution_loss_weight: float = 0.1
+    overlap_loss_weight: float = 0.0
     feature_noise: float = 0.1
     guidance_dropout: float = 0.1
     guidance_scale: float | None = None
@@ -138,7 +143,8 @@ class TrainingConfig:
             if value is not None and not 0 < value < math.inf:
                 hint = " Use None to clip nothing." if name == "max_grad_norm" else ""
                 raise ValueError(f"`{name}` must be positive, got {value}.{hint}")
-        for name in ("weight_decay", "feature_loss_weight", "distribution_loss_weight", "feature_noise"):
+        weights = ("feature_loss_weight", "distribution_loss_weight", "overlap_loss_weight")
+        for name in ("weight_decay", *weights, "feature_noise"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"`{name}` must be at least 0, got {getattr(self, name)}.")
         if not 0 <= self.guidance_dropout <= 1:
@@ -151,10 +157,8 @@ class TrainingConfig:
             raise ValueError(f"`ema_decay` must be in (0, 1), got {self.ema_decay}. Use None to keep no average.")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"`betas` must be two numbers in [0, 1), got {self.betas}.")
-        if not self.feature_loss_weight and not self.distribution_loss_weight:
-            raise ValueError(
-                "`feature_loss_weight` and `distribution_loss_weight` are both 0. Give one of them a weight."
-            )
+        if not any(getattr(self, name) for name in weights):
+            raise ValueError(f"{', '.join(f'`{name}`' for name in weights)} are all 0. Give one of them a weight.")
 
     def _check_choices(self) -> None:
         """Refuse unknown names and combinations that cannot work."""

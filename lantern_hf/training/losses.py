@@ -33,7 +33,8 @@ class EntryLosses(NamedTuple):
     Attributes:
         feature: SmoothL1 between the predicted and the target's hidden state, mean over its dimensions.
         distribution: Cross-entropy of the head's distribution q under the target's p, both over the columns.
-        overlap: `sum_x min(p, q)`: the chance that strict decoding accepts one token drawn from q.
+        overlap: `sum_x min(p, q)`: the chance that strict decoding accepts one token drawn from q. Without gradients
+            unless they are asked for.
         agreement: 1 where p and q have the same most probable token.
         agreement_top5: 1 where p's most probable token is among the 5 most probable of q.
     """
@@ -84,8 +85,8 @@ def check_output_layer(adapter: TargetAdapter, width: int) -> None:
     if gradient is None:
         raise ValueError(
             f"The quantised output layer of {type(adapter.model).__name__} passes no gradients, so "
-            "`distribution_loss_weight` cannot be above 0. Leave that layer as it is when you quantise the others, "
-            "quantise weights only, or set the weight to 0."
+            "`distribution_loss_weight` and `overlap_loss_weight` cannot be above 0. Leave that layer as it is when "
+            "you quantise the others, quantise weights only, or set the weights to 0."
         )
 
 
@@ -96,6 +97,7 @@ def entry_losses(
     target_probs: Tensor,
     guidance_scale: float | None = None,
     offsets: Tensor | None = None,
+    learn_overlap: bool = False,
 ) -> EntryLosses:
     """Compare the head's outputs with the target.
 
@@ -106,14 +108,16 @@ def entry_losses(
         target_probs: The target's distributions there, guided alike, `(B, n, C)`.
         guidance_scale: Compare guided distributions; the feature loss is then the mean over both streams.
         offsets: As in `distribution`.
+        learn_overlap: Keep what the gradients of `overlap` need.
     """
     feature = F.smooth_l1_loss(predicted.float(), hidden.float(), reduction="none").mean(-1)
     feature = feature if guidance_scale is None else torch.stack(feature.chunk(2)).mean(0)
     logprobs = distribution(adapter, predicted.to(hidden.dtype), guidance_scale, offsets)
     products = target_probs * logprobs  # 0 times minus infinity where nothing may come
     cross_entropy = -(products if offsets is None else products.masked_fill(target_probs == 0, 0)).sum(-1)
-    with torch.no_grad():
+    with torch.set_grad_enabled(learn_overlap and torch.is_grad_enabled()):
         overlap = torch.minimum(target_probs, logprobs.exp()).sum(-1)
+    with torch.no_grad():
         best = target_probs.argmax(-1, keepdim=True)
         ranked = logprobs.topk(min(TOP_K, logprobs.shape[-1]), dim=-1).indices
     same = (ranked == best).float()
@@ -178,6 +182,7 @@ class DraftObjective(nn.Module):
         head: The head to train.
         feature_loss_weight: As in `TrainingConfig`, like all others.
         distribution_loss_weight: Weight of the cross-entropy.
+        overlap_loss_weight: Weight of `1 - overlap`.
         unroll_steps: Passes of the head that the loss counts.
         unroll_decay: Weight of a pass relative to the one before.
         guidance_scale: Compare guided distributions of rows that come twice, see `both_streams`.
@@ -189,13 +194,14 @@ class DraftObjective(nn.Module):
         *,
         feature_loss_weight: float = 1.0,
         distribution_loss_weight: float = 0.1,
+        overlap_loss_weight: float = 0.0,
         unroll_steps: int = 1,
         unroll_decay: float = 0.8,
         guidance_scale: float | None = None,
     ):
         super().__init__()
         self.head, self.guidance_scale = head, guidance_scale
-        self._weights = feature_loss_weight, distribution_loss_weight
+        self._weights = feature_loss_weight, distribution_loss_weight, overlap_loss_weight
         self._steps, self._decay = unroll_steps, unroll_decay
 
     def forward(self, features: TargetFeatures, adapter: TargetAdapter, depths: int = 1) -> dict[str, Tensor]:
@@ -220,15 +226,17 @@ class DraftObjective(nn.Module):
         metrics: dict[str, Tensor] = {}
         for index, output in enumerate(draft_passes(self.head, features, max(self._steps, depths))):
             here = None if offsets is None else offsets[:, index:]
-            entries = entry_losses(adapter, output, hidden[:, index:], probs[:, index:], scale, here)
+            overlaps = index < self._steps and bool(self._weights[-1])
+            entries = entry_losses(adapter, output, hidden[:, index:], probs[:, index:], scale, here, overlaps)
             means = EntryLosses(*(row_mean(values, drawn[:, index:]) for values in entries))
             # What must come is drawn by nobody, but the state before it is what the head reads one node further down.
             means = means._replace(feature=row_mean(entries.feature, learnt[:, index:]))
             if index < self._steps:
                 # A part without weight is left out of the graph: it may come from what passes no gradients.
-                for weight, part in zip(self._weights, (means.feature, means.distribution), strict=True):
+                parts = means.feature, means.distribution, 1 - means.overlap
+                for weight, part in zip(self._weights, parts, strict=True):
                     loss = loss + self._decay**index * weight * part if weight else loss
-            metrics |= _first_pass(means) if index == 0 else {f"overlap_{index + 1}": means.overlap}
+            metrics |= _first_pass(means) if index == 0 else {f"overlap_{index + 1}": means.overlap.detach()}
         assert isinstance(loss, Tensor)
         return {"loss": loss} | metrics
 
@@ -236,5 +244,5 @@ class DraftObjective(nn.Module):
 def _first_pass(means: EntryLosses) -> dict[str, Tensor]:
     """Name what is reported of the first pass."""
     feature, cross_entropy = means.feature.detach(), means.distribution.detach()
-    named = {"feature_loss": feature, "distribution_loss": cross_entropy, "overlap": means.overlap}
+    named = {"feature_loss": feature, "distribution_loss": cross_entropy, "overlap": means.overlap.detach()}
     return named | {"agreement": means.agreement, "agreement_top5": means.agreement_top5}

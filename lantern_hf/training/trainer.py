@@ -148,6 +148,7 @@ class _Trainer:
             head,
             feature_loss_weight=config.feature_loss_weight,
             distribution_loss_weight=config.distribution_loss_weight,
+            overlap_loss_weight=config.overlap_loss_weight,
             unroll_steps=config.unroll_steps,
             unroll_decay=config.unroll_decay,
             guidance_scale=config.guidance_scale,
@@ -176,7 +177,7 @@ class _Trainer:
                 "after this prompt. Give token ids, not codes, and the prompt that `generate` was given."
             )
         check_structure(adapter, batch)
-        if self.config.distribution_loss_weight:
+        if self.config.distribution_loss_weight or self.config.overlap_loss_weight:
             check_output_layer(adapter, self.head.config.hidden_size)
 
     def resume(self) -> None:
