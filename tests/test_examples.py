@@ -122,7 +122,8 @@ def test_trains_a_bundle_that_draws(scripts: None, tmp_path: Path, capsys: pytes
     own = [json.loads(line) for line in (tmp_path / "head-inputs" / "sequences.jsonl").read_text().splitlines()[-3:]]
     assert all(row["prompt"].startswith("square number") and len(row["tokens"]) == 256 for row in own)
     assert len(own[-1]["prompt"].split(",")[0].split()) == 4  # two words of one caption, two of another
-    bundle = {"vq": vq.out, "vq_before": [], "target": target["out"], "target_before": [], "head": tmp_path / "head"}
+    bundle: dict = {"vq": vq.out, "vq_before": [], "target": target["out"], "target_before": []}
+    bundle |= {"head": tmp_path / "head", "head_before": [tmp_path / "head0"]}
     build_bundle.main(
         Namespace(
             **bundle,

@@ -3,7 +3,7 @@
     python examples/emoji/build_bundle.py --out runs/bundle
     python examples/emoji/evaluate.py --model runs/bundle && python examples/emoji/benchmark.py --model runs/bundle
     python examples/emoji/build_bundle.py --out lantern_hf/assets/emoji --quality runs/quality/quality.json \\
-        --benchmark runs/benchmark.json --guidance 3 --tree eagle_25
+        --benchmark runs/benchmark.json --guidance 2 --top-k 5 --tree narrow_8
 
 The second call writes the measured figures into the card; they are read from the files, never typed.
 """
@@ -52,7 +52,7 @@ concepts is held out. The last runs of the transformer, and the head, saw Fluent
 draws. Weights: Apache-2.0.
 
 **Training.** `examples/emoji/`: `emoji_data.py`, `train_vq.py` (three runs), `train_target.py` (eight),
-`train_head.py`, `build_bundle.py`; two CPU cores. {times}
+`train_head.py` (four), `build_bundle.py`; two CPU cores. {times}
 
 **Figures.** {figures}
 """
@@ -122,7 +122,7 @@ def main(args: argparse.Namespace) -> None:
     minutes = {
         "VQ": sum(last_seconds(run / "log.jsonl") for run in [args.vq, *args.vq_before]) / 60,
         "target": sum(last_seconds(run / "log.jsonl") for run in [args.target, *args.target_before]) / 60,
-        "head": last_seconds(args.head / "log.jsonl") / 60,
+        "head": sum(last_seconds(run / "log.jsonl") for run in [args.head, *args.head_before]) / 60,
     }
     times = "Minutes: " + ", ".join(f"{name} {value:.0f}" for name, value in minutes.items()) + "."
     card = CARD.format(parts=table, pictures=args.pictures, times=times, figures=figures(args))
@@ -140,6 +140,7 @@ if __name__ == "__main__":
     parser.add_argument("--target", type=Path, default=Path("runs/target"))
     parser.add_argument("--target-before", type=Path, nargs="*", default=[Path(f"runs/target{i}") for i in range(7)])
     parser.add_argument("--head", type=Path, default=Path("runs/head"))
+    parser.add_argument("--head-before", type=Path, nargs="*", default=[Path(f"runs/head{i}") for i in range(3)])
     parser.add_argument("--out", type=Path, default=Path("runs/bundle"))
     parser.add_argument("--quality", type=Path)
     parser.add_argument("--benchmark", type=Path)

@@ -143,16 +143,9 @@ class _Trainer:
 
     def _objective(self, head: LanternDraftModel) -> DraftObjective:
         """The loss of a head."""
-        config = self.config
-        return DraftObjective(
-            head,
-            feature_loss_weight=config.feature_loss_weight,
-            distribution_loss_weight=config.distribution_loss_weight,
-            overlap_loss_weight=config.overlap_loss_weight,
-            unroll_steps=config.unroll_steps,
-            unroll_decay=config.unroll_decay,
-            guidance_scale=config.guidance_scale,
-        )
+        names = ("feature_loss_weight", "distribution_loss_weight", "overlap_loss_weight", "unroll_steps")
+        settings = {name: getattr(self.config, name) for name in (*names, "unroll_decay", "guidance_scale")}
+        return DraftObjective(head, **settings)
 
     @property
     def _exported(self) -> LanternDraftModel:
