@@ -103,7 +103,7 @@ def test_guided_training_helps_guided_decoding() -> None:
 
 def test_the_overlap_loss_alone_raises_the_overlap() -> None:
     target = tiny_llamagen()
-    data = sampled(target, 16, 24, guidance=None)
+    data = sampled(target, 16, 24)
     settings = {"batch_size": 16, "lr": 1e-2, "feature_loss_weight": 0.0, "distribution_loss_weight": 0.0}
     settings |= {"overlap_loss_weight": 1.0, "feature_noise": 0.0, "guidance_dropout": 0.0, "save_every": None}
     few, more = (

@@ -119,11 +119,12 @@ def main(args: argparse.Namespace) -> None:
     temporary = args.out.with_name(args.out.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     pipeline.save_pretrained(temporary)
-    minutes = {
-        "VQ": sum(last_seconds(run / "log.jsonl") for run in [args.vq, *args.vq_before]) / 60,
-        "target": sum(last_seconds(run / "log.jsonl") for run in [args.target, *args.target_before]) / 60,
-        "head": sum(last_seconds(run / "log.jsonl") for run in [args.head, *args.head_before]) / 60,
+    runs = {
+        "VQ": [args.vq, *args.vq_before],
+        "target": [args.target, *args.target_before],
+        "head": [args.head, *args.head_before],
     }
+    minutes = {name: sum(last_seconds(run / "log.jsonl") for run in part) / 60 for name, part in runs.items()}
     times = "Minutes: " + ", ".join(f"{name} {value:.0f}" for name, value in minutes.items()) + "."
     card = CARD.format(parts=table, pictures=args.pictures, times=times, figures=figures(args))
     (temporary / "README.md").write_text(card)

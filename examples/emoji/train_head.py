@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,32 +66,32 @@ def write_sequences(args: argparse.Namespace, inputs: Path) -> Path:
     codes = encode_images(args.vq, emoji.images).tolist()
     prompts = [training_prompt(*pair, coin) for pair in zip(captions, styles, strict=True)]
     rows = [{"prompt": prompt, "tokens": row} for prompt, row in zip(prompts, codes, strict=True)]
-    for name, count, ask in (("draws", args.own_draws, str), ("mixed-draws", args.mixed_draws, mixed(captions, coin))):
+    for name, count, mix in (("draws", args.own_draws, False), ("mixed-draws", args.mixed_draws, True)):
         if count:
-            chosen = torch.randint(len(captions), (count,), generator=coin).tolist()
-            asked = [training_prompt(ask(captions[index]), styles[index], coin) for index in chosen]
-            rows += own_draws(args, inputs / name, inputs / "pipeline", asked)
+            rows += own_draws(args, inputs, name, prompts_to_draw(captions, styles, count, mix, coin))
     path = inputs / "sequences.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
 
 
-def mixed(captions: list[str], coin: torch.Generator) -> Callable[[str], str]:
-    """Return what joins the first half of a caption's words to the second half of another's: what nobody has drawn."""
+def prompts_to_draw(captions: list[str], styles: list[str], count: int, mix: bool, coin: torch.Generator) -> list[str]:
+    """Draw training captions; to mix joins half of each to half of another, which makes what nobody has drawn."""
+    prompts = []
+    for index in torch.randint(len(captions), (count,), generator=coin).tolist():
+        words = captions[index].split()
+        if mix:
+            other = captions[int(torch.randint(len(captions), (), generator=coin))].split()
+            words = words[: (len(words) + 1) // 2] + other[len(other) // 2 :]
+        prompts.append(training_prompt(" ".join(words), styles[index], coin))
+    return prompts
 
-    def join(caption: str) -> str:
-        first, second = caption.split(), captions[int(torch.randint(len(captions), (), generator=coin))].split()
-        return " ".join(first[: (len(first) + 1) // 2] + second[len(second) // 2 :])
 
-    return join
-
-
-def own_draws(args: argparse.Namespace, drawn: Path, model: Path, prompts: list[str]) -> list[dict[str, Any]]:
+def own_draws(args: argparse.Namespace, inputs: Path, name: str, prompts: list[str]) -> list[dict[str, Any]]:
     """Have the target draw a sequence for every prompt; a run that was stopped goes on."""
-    asked = drawn.with_suffix(".txt")
+    asked, drawn = inputs / f"{name}.txt", inputs / name
     asked.write_text("".join(f"{prompt}\n" for prompt in prompts), encoding="utf-8")
     options = {
-        "--model": model,
+        "--model": inputs / "pipeline",
         "--prompts": asked,
         "--output-dir": drawn,
         "--guidance-scale": GUIDANCE,

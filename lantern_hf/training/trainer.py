@@ -143,9 +143,15 @@ class _Trainer:
 
     def _objective(self, head: LanternDraftModel) -> DraftObjective:
         """The loss of a head."""
-        names = ("feature_loss_weight", "distribution_loss_weight", "overlap_loss_weight", "unroll_steps")
-        settings = {name: getattr(self.config, name) for name in (*names, "unroll_decay", "guidance_scale")}
-        return DraftObjective(head, **settings)
+        return DraftObjective(
+            head,
+            feature_loss_weight=self.config.feature_loss_weight,
+            distribution_loss_weight=self.config.distribution_loss_weight,
+            overlap_loss_weight=self.config.overlap_loss_weight,
+            unroll_steps=self.config.unroll_steps,
+            unroll_decay=self.config.unroll_decay,
+            guidance_scale=self.config.guidance_scale,
+        )
 
     @property
     def _exported(self) -> LanternDraftModel:
